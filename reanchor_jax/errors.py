@@ -1,0 +1,11 @@
+"""The one exception type that a user's input can raise."""
+
+from __future__ import annotations
+
+
+class ReanchorError(ValueError):
+    """Bad input: a checkpoint, config, prompt or option that cannot be used.
+
+    The message is one line: what is wrong, what was found, what was expected, what to do.
+    Command-line programs print it behind `error: ` and exit with code 2.
+    """
