@@ -1,0 +1,177 @@
+"""What a model is and how it decodes: frozen, hashable settings, all static under `jax.jit`.
+
+Glossary of shape letters, used in every bracket comment of the package:
+
+    A  blocks drafted in a round, 1 + D_max      L  layers
+    B  block size: the anchor and B-1 drafts     N  trie nodes (node 0 is the anchor)
+    C  tapped target layers                      P  prompt tokens (padded)
+    D  model width                               Q  query heads
+    F  MLP width                                 S  cache slots
+    G  query heads per key/value head, Q // K    T  query tokens of one forward
+    H  head dim                                  V  vocabulary
+    K  key/value heads                           W  longest path, 2B - 1
+
+Nothing that is read from a checkpoint has a default here: a missing value is an error in
+`reanchor_jax.checkpoint`, never a guess.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, get_args
+
+from reanchor_jax.errors import ReanchorError
+
+Method = Literal["ar", "dflash", "reanchor"]
+DraftRule = Literal["greedy", "sample", "coupled"]
+AttachRule = Literal["earliest", "fixed", "fixed_unmatched", "random", "longest", "fallback"]
+RetainRule = Literal["baseline", "accepted_path"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """The `llama3` rotary scaling: low frequencies are divided by `factor`."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding over the whole head dim, in halves (`rotate_half` layout)."""
+
+    theta: float
+    scaling: Llama3Scaling | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """One decoder layer; targets and drafters share it."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    qk_norm: bool
+    """RMS norm over the head dim of queries and keys, before the rotary embedding."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """A `llama` or `qwen3` decoder."""
+
+    model_type: str
+    vocab_size: int
+    num_layers: int
+    layer: LayerConfig
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    """Union of the ids in config.json and generation_config.json; may be empty."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """A DFlash drafter: block position k predicts the token at position k, for k >= 1."""
+
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    """Tapped target layers; id n is the output of layer n (hidden state n + 1)."""
+    target_num_layers: int | None
+    """`num_target_layers` of the checkpoint, where it says so."""
+    vocab_size: int
+    num_layers: int
+    layer: LayerConfig
+    rope: RopeConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """How to decode. Every field is static: changing one compiles the round again.
+
+    Raises:
+      ReanchorError: a value outside its range, by `validate`, which also knows the block size.
+    """
+
+    method: Method = "reanchor"
+    temperature: float = 0.0
+    """0 takes the target's top token; above 0 its logits are divided by it and sampled."""
+    top_k: int = 0
+    """Keep the k most likely target tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of target tokens that holds this probability."""
+    min_p: float = 0.0
+    """Drop target tokens below this share of the top token's probability."""
+    draft_rule: DraftRule = "greedy"
+    draft_temperature: float | None = None
+    """Temperature of draft rules `sample` and `coupled`; None takes `temperature`."""
+    attach: AttachRule = "earliest"
+    retain: RetainRule = "accepted_path"
+    offsets: int | None = None
+    """Largest offset d that is drafted, at most B - 1; None takes B - 1."""
+    nodes: int | None = None
+    """Node budget N of the trie, at least B; None takes the B * B + B that no trie exceeds."""
+    logprobs: int | None = None
+    """None: no log-probabilities. K: those of each committed token and of the top K."""
+
+    def validate(self, block_size: int) -> None:
+        """Checks every field against its range and the drafter's block size."""
+        for name, kind in (
+            ("method", Method),
+            ("draft_rule", DraftRule),
+            ("attach", AttachRule),
+            ("retain", RetainRule),
+        ):
+            _check(getattr(self, name) in get_args(kind), name, getattr(self, name), f"one of {get_args(kind)}")
+        finite = self.temperature == self.temperature and self.temperature != float("inf")
+        _check(finite and self.temperature >= 0, "temperature", self.temperature, "a finite number >= 0")
+        _check(self.top_k >= 0, "top_k", self.top_k, "an integer >= 0 (0 keeps all tokens)")
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0, at most 1")
+        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "a number from 0 to 1")
+        if self.draft_temperature is not None:
+            _check(
+                0 < self.draft_temperature < float("inf"),
+                "draft_temperature",
+                self.draft_temperature,
+                "a finite number above 0 (for no noise use the draft rule greedy)",
+            )
+        if self.method != "reanchor":
+            return
+        if self.offsets is not None:
+            most = block_size - 1
+            _check(0 <= self.offsets <= most, "offsets", self.offsets, f"0 to {most} for block size {block_size}")
+        if self.nodes is not None:
+            _check(self.nodes >= block_size, "nodes", self.nodes, f"at least the block size {block_size}")
+
+    def num_blocks(self, block_size: int) -> int:
+        """A: blocks drafted in a round, the baseline block included."""
+        if self.method != "reanchor":
+            return 1
+        return 1 + (block_size - 1 if self.offsets is None else self.offsets)
+
+    def num_nodes(self, block_size: int) -> int:
+        """N: static number of trie nodes, the anchor included."""
+        if self.method == "ar":
+            return 1
+        # The baseline has B nodes; each shifted block adds at most its own B.
+        most = self.num_blocks(block_size) * block_size
+        return most if self.nodes is None else min(self.nodes, most)
+
+    @property
+    def draft_temp(self) -> float:
+        """The temperature that the draft rules `sample` and `coupled` use."""
+        if self.draft_temperature is not None:
+            return self.draft_temperature
+        return self.temperature if self.temperature > 0 else 1.0
+
+
+def _check(fine: bool, name: str, got: object, expected: str) -> None:
+    if not fine:
+        raise ReanchorError(f"{name} is {got!r}; expected {expected}")

@@ -1,0 +1,81 @@
+"""The DFlash drafter: one forward turns an anchor and B-1 masks into B-1 drafts.
+
+Its context is not its own past but the target's features: `fc` and `hidden_norm` (the paper's
+Pi) project them, and every layer turns the projected features into keys and values with the
+same matrices as its block tokens. Those keys and values are cached, never the features.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from reanchor_jax.cache import KVCache
+from reanchor_jax.config import DrafterConfig
+from reanchor_jax.layers import Segment, make_rope, rms_norm, stack_layers
+
+
+class Drafter(nnx.Module):
+    """Block-diffusion drafter in z-lab's format; embedding and LM head are the target's."""
+
+    def __init__(self, config: DrafterConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.config = config
+        width = config.layer.hidden_size
+        num_features = len(config.target_layer_ids) * width
+        self.fc = nnx.Param(jax.random.normal(rngs(), (width, num_features), dtype) * num_features**-0.5)
+        self.hidden_norm = nnx.Param(jnp.ones(width, dtype))
+        self.layers = stack_layers(config.layer, config.num_layers, dtype=dtype, rngs=rngs)
+        self.norm = nnx.Param(jnp.ones(width, dtype))
+
+    def context(self, features: jax.Array, positions: jax.Array) -> KVCache:
+        """Keys and values [L, K, T, H] that target features [T, C*D] give in every layer.
+
+        Args:
+          features: concatenated target hidden states of T positions.
+          positions: [T] int32 absolute positions.
+        """
+        projected = jnp.einsum("tc,dc->td", features, self.fc[...])
+        projected = rms_norm(projected, self.hidden_norm[...], self.config.layer.rms_norm_eps)
+        rope = make_rope(self.config.rope, self.config.layer.head_dim, positions)
+        _, (k, v) = jax.lax.scan(
+            lambda carry, layer: (carry, layer.keys_values(projected, rope)), None, self.layers
+        )
+        return KVCache(k, v)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        cache: KVCache,
+        cache_len: jax.Array,
+        suffix: KVCache,
+        suffix_len: jax.Array,
+    ) -> jax.Array:
+        """Features [T, D] of one block, bidirectional inside the block.
+
+        Args:
+          x: [T, D] target embeddings of the block: anchor, then mask tokens.
+          positions: [T] int32 absolute positions.
+          cache: context of committed positions.
+          cache_len: () int32, how many of its slots the block sees.
+          suffix: context of the retained suffix (0 slots where there is none).
+          suffix_len: () int32, how many of its slots the block sees: the offset d.
+        """
+        rope = make_rope(self.config.rope, self.config.layer.head_dim, positions)
+
+        def visible(num_slots: int, length: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(jnp.arange(num_slots)[None, :] < length, (x.shape[0], num_slots))
+
+        cache_mask = visible(cache.num_slots, cache_len)
+        suffix_mask = visible(suffix.num_slots, suffix_len)
+        self_mask = jnp.ones((x.shape[0], x.shape[0]), bool)
+
+        def run_layer(x, layer_and_context):
+            layer, cache_k, cache_v, suffix_k, suffix_v = layer_and_context
+            segments = [Segment(cache_k, cache_v, cache_mask), Segment(suffix_k, suffix_v, suffix_mask)]
+            x, _, _ = layer(x, rope, segments, self_mask)
+            return x, None
+
+        x, _ = jax.lax.scan(run_layer, x, (self.layers, cache.k, cache.v, suffix.k, suffix.v))
+        return rms_norm(x, self.norm[...], self.config.layer.rms_norm_eps)

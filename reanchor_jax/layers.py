@@ -1,0 +1,176 @@
+"""Norm, rotary embedding and the decoder layer that targets and drafters share.
+
+Attention runs over *segments*: read-only keys and values that already exist (committed cache,
+retained suffix), each with its own mask, followed by the layer's own tokens. Scores of all
+segments meet in one softmax, so no cache is ever concatenated or copied.
+
+float32 in exactly four places: norms, rotary angles, softmax, logits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from reanchor_jax.config import LayerConfig, RopeConfig
+
+NEG_INF = -1e30
+"""Score of a masked key: finite, so that a fully masked row gives no NaN."""
+
+
+class Segment(NamedTuple):
+    """Keys and values that exist already, and which queries may see them."""
+
+    k: jax.Array  # [K, S, H] after norm and rotary embedding
+    v: jax.Array  # [K, S, H]
+    mask: jax.Array  # [T, S] bool, True = attend
+
+
+class Rope(NamedTuple):
+    """Cosines and sines of some positions."""
+
+    cos: jax.Array  # [T, H] f32
+    sin: jax.Array  # [T, H] f32
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis, in float32, cast back before the weight."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return jnp.reshape(weight, (1,) * (x.ndim - 1) + (-1,)) * x32.astype(x.dtype)
+
+
+def rope_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
+    """Angle per position of each rotated pair, [H // 2] float32.
+
+    `llama3` scaling leaves short wavelengths alone, divides long ones by `factor`, and blends
+    between the two by how many turns fit into the original context.
+    """
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    freqs = np.float32(1.0) / np.float32(config.theta) ** exponent
+    if config.scaling is None:
+        return freqs
+    scaling = config.scaling
+    turns = scaling.original_max_position_embeddings * freqs / np.float32(2 * np.pi)
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = np.clip(blend, 0.0, 1.0)  # 0: below low_freq_factor turns, scale fully; 1: leave
+    return ((1 - blend) * freqs / scaling.factor + blend * freqs).astype(np.float32)
+
+
+def make_rope(config: RopeConfig, head_dim: int, positions: jax.Array) -> Rope:
+    """Rotary tables of `positions` [T] int32."""
+    freqs = jnp.asarray(rope_frequencies(config, head_dim))
+    angles = positions.astype(jnp.float32)[:, None] * freqs[None, :]  # [T, H/2]
+    angles = jnp.concatenate([angles, angles], axis=-1)
+    return Rope(jnp.cos(angles), jnp.sin(angles))
+
+
+def apply_rope(x: jax.Array, rope: Rope) -> jax.Array:
+    """Rotates x [T, heads, H]; pair i is (x_i, x_{i + H/2})."""
+    x32 = x.astype(jnp.float32)
+    low, high = jnp.split(x32, 2, axis=-1)
+    rotated = jnp.concatenate([-high, low], axis=-1)
+    return (x32 * rope.cos[:, None, :] + rotated * rope.sin[:, None, :]).astype(x.dtype)
+
+
+def attend(q: jax.Array, segments: list[Segment]) -> jax.Array:
+    """Grouped-query attention of q [T, Q, H] over the segments; returns [T, Q, H].
+
+    One softmax in float32 over the keys of all segments together.
+    """
+    num_kv_heads = segments[0].k.shape[0]
+    q = q.reshape(q.shape[0], num_kv_heads, -1, q.shape[-1])  # [T, K, G, H]
+    scale = q.shape[-1] ** -0.5
+    scores = []
+    for segment in segments:
+        s = jnp.einsum("tkgh,ksh->kgts", q, segment.k, preferred_element_type=jnp.float32) * scale
+        scores.append(jnp.where(segment.mask[None, None], s, NEG_INF))
+    top = jnp.max(jnp.stack([jnp.max(s, axis=-1, initial=NEG_INF) for s in scores]), axis=0)  # [K, G, T]
+    weights = [jnp.exp(s - top[..., None]) for s in scores]
+    total = jnp.sum(jnp.stack([jnp.sum(w, axis=-1) for w in weights]), axis=0)
+    out = jnp.zeros((*q.shape[1:3], q.shape[0], q.shape[3]), jnp.float32)  # [K, G, T, H]
+    for w, segment in zip(weights, segments, strict=True):
+        w = (w / total[..., None]).astype(segment.v.dtype)
+        out = out + jnp.einsum("kgts,ksh->kgth", w, segment.v, preferred_element_type=jnp.float32)
+    return out.transpose(2, 0, 1, 3).reshape(q.shape[0], -1, q.shape[3]).astype(q.dtype)
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and gated MLP. Weights keep the checkpoint's [out, in] orientation."""
+
+    def __init__(self, config: LayerConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.config = config
+        width, heads = config.hidden_size, config.num_heads * config.head_dim
+        kv_heads = config.num_kv_heads * config.head_dim
+
+        def matrix(rows: int, cols: int) -> nnx.Param:
+            return nnx.Param(jax.random.normal(rngs(), (rows, cols), dtype) * cols**-0.5)
+
+        def ones(size: int) -> nnx.Param:
+            return nnx.Param(jnp.ones(size, dtype))
+
+        self.input_norm = ones(width)
+        self.q_proj = matrix(heads, width)
+        self.k_proj = matrix(kv_heads, width)
+        self.v_proj = matrix(kv_heads, width)
+        self.o_proj = matrix(width, heads)
+        self.q_norm = ones(config.head_dim) if config.qk_norm else None
+        self.k_norm = ones(config.head_dim) if config.qk_norm else None
+        self.post_attention_norm = ones(width)
+        self.gate_proj = matrix(config.intermediate_size, width)
+        self.up_proj = matrix(config.intermediate_size, width)
+        self.down_proj = matrix(width, config.intermediate_size)
+
+    def queries(self, x: jax.Array, rope: Rope) -> jax.Array:
+        """Normed and rotated queries [T, Q, H] of x [T, D]."""
+        q = _linear(x, self.q_proj).reshape(x.shape[0], self.config.num_heads, -1)
+        if self.q_norm is not None:
+            q = rms_norm(q, self.q_norm[...], self.config.rms_norm_eps)
+        return apply_rope(q, rope)
+
+    def keys_values(self, x: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
+        """Normed and rotated keys, and values, each [K, T, H], of x [T, D]."""
+        k = _linear(x, self.k_proj).reshape(x.shape[0], self.config.num_kv_heads, -1)
+        v = _linear(x, self.v_proj).reshape(x.shape[0], self.config.num_kv_heads, -1)
+        if self.k_norm is not None:
+            k = rms_norm(k, self.k_norm[...], self.config.rms_norm_eps)
+        return apply_rope(k, rope).transpose(1, 0, 2), v.transpose(1, 0, 2)
+
+    def __call__(
+        self, x: jax.Array, rope: Rope, segments: list[Segment], self_mask: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """One layer over T tokens.
+
+        Args:
+          x: [T, D] residual stream.
+          rope: tables of the T positions.
+          segments: earlier keys and values.
+          self_mask: [T, T] bool, which of the T tokens see which.
+
+        Returns:
+          x [T, D], and the tokens' own keys and values, each [K, T, H].
+        """
+        with jax.named_scope("attention"):
+            normed = rms_norm(x, self.input_norm[...], self.config.rms_norm_eps)
+            k, v = self.keys_values(normed, rope)
+            out = attend(self.queries(normed, rope), [*segments, Segment(k, v, self_mask)])
+            x = x + _linear(out.reshape(x.shape[0], -1), self.o_proj)
+        with jax.named_scope("mlp"):
+            normed = rms_norm(x, self.post_attention_norm[...], self.config.rms_norm_eps)
+            gated = jax.nn.silu(_linear(normed, self.gate_proj)) * _linear(normed, self.up_proj)
+            x = x + _linear(gated, self.down_proj)
+        return x, k, v
+
+
+def stack_layers(config: LayerConfig, num_layers: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> DecoderLayer:
+    """`num_layers` layers as one module whose parameters have a leading axis [L]."""
+    keys = jax.random.split(rngs(), num_layers)
+    return jax.vmap(lambda key: DecoderLayer(config, dtype=dtype, rngs=nnx.Rngs(key)))(keys)
+
+
+def _linear(x: jax.Array, weight: nnx.Param) -> jax.Array:
+    return jnp.einsum("td,fd->tf", x, weight[...])

@@ -1,0 +1,42 @@
+"""A target and its drafter, as one pytree that jitted functions take as an argument."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from reanchor_jax.drafter import Drafter
+from reanchor_jax.errors import ReanchorError
+from reanchor_jax.target import Target
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Networks of a decoding run. `drafter` is None where only plain decoding is wanted."""
+
+    target: Target
+    drafter: Drafter | None
+
+
+def check_pair(target: Target, drafter: Drafter) -> None:
+    """Raises ReanchorError where the drafter does not fit the target."""
+    t, d = target.config, drafter.config
+
+    def need(fine: bool, what: str, got: object, expected: object) -> None:
+        if not fine:
+            raise ReanchorError(
+                f"the drafter does not fit the target: {what} is {got}, expected {expected}; "
+                "use the drafter that was trained for this target"
+            )
+
+    need(d.layer.hidden_size == t.layer.hidden_size, "hidden_size", d.layer.hidden_size, t.layer.hidden_size)
+    need(d.vocab_size == t.vocab_size, "vocab_size", d.vocab_size, t.vocab_size)
+    if d.target_num_layers is not None:
+        need(d.target_num_layers == t.num_layers, "num_target_layers", d.target_num_layers, t.num_layers)
+    for layer_id in d.target_layer_ids:
+        need(0 <= layer_id < t.num_layers, "a target_layer_ids entry", layer_id, f"0 to {t.num_layers - 1}")
+    need(
+        0 <= d.mask_token_id < t.vocab_size, "mask_token_id", d.mask_token_id, f"0 to {t.vocab_size - 1}"
+    )
