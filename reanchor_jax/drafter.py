@@ -38,9 +38,7 @@ class Drafter(nnx.Module):
         projected = jnp.einsum("tc,dc->td", features, self.fc[...])
         projected = rms_norm(projected, self.hidden_norm[...], self.config.layer.rms_norm_eps)
         rope = make_rope(self.config.rope, self.config.layer.head_dim, positions)
-        _, (k, v) = jax.lax.scan(
-            lambda carry, layer: (carry, layer.keys_values(projected, rope)), None, self.layers
-        )
+        _, (k, v) = jax.lax.scan(lambda carry, layer: (carry, layer.keys_values(projected, rope)), None, self.layers)
         return KVCache(k, v)
 
     def __call__(

@@ -127,15 +127,15 @@ class DecoderLayer(nnx.Module):
 
     def queries(self, x: jax.Array, rope: Rope) -> jax.Array:
         """Normed and rotated queries [T, Q, H] of x [T, D]."""
-        q = _linear(x, self.q_proj).reshape(x.shape[0], self.config.num_heads, -1)
+        q = _linear(x, self.q_proj).reshape(-1, self.config.num_heads, self.config.head_dim)
         if self.q_norm is not None:
             q = rms_norm(q, self.q_norm[...], self.config.rms_norm_eps)
         return apply_rope(q, rope)
 
     def keys_values(self, x: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
         """Normed and rotated keys, and values, each [K, T, H], of x [T, D]."""
-        k = _linear(x, self.k_proj).reshape(x.shape[0], self.config.num_kv_heads, -1)
-        v = _linear(x, self.v_proj).reshape(x.shape[0], self.config.num_kv_heads, -1)
+        k = _linear(x, self.k_proj).reshape(-1, self.config.num_kv_heads, self.config.head_dim)
+        v = _linear(x, self.v_proj).reshape(-1, self.config.num_kv_heads, self.config.head_dim)
         if self.k_norm is not None:
             k = rms_norm(k, self.k_norm[...], self.config.rms_norm_eps)
         return apply_rope(k, rope).transpose(1, 0, 2), v.transpose(1, 0, 2)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
+from reanchor_jax.checkpoint import load_drafter, load_target
+from reanchor_jax.default_pair import DEFAULT_PAIR, default_drafter_path, default_target_path
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.target import Target
@@ -37,6 +40,34 @@ def check_pair(target: Target, drafter: Drafter) -> None:
         need(d.target_num_layers == t.num_layers, "num_target_layers", d.target_num_layers, t.num_layers)
     for layer_id in d.target_layer_ids:
         need(0 <= layer_id < t.num_layers, "a target_layer_ids entry", layer_id, f"0 to {t.num_layers - 1}")
-    need(
-        0 <= d.mask_token_id < t.vocab_size, "mask_token_id", d.mask_token_id, f"0 to {t.vocab_size - 1}"
-    )
+    need(0 <= d.mask_token_id < t.vocab_size, "mask_token_id", d.mask_token_id, f"0 to {t.vocab_size - 1}")
+
+
+def load_pair(
+    target: str = DEFAULT_PAIR,
+    drafter: str | None = None,
+    *,
+    dtype: jnp.dtype = jnp.float32,
+    revision: str | None = None,
+) -> Pair:
+    """Loads a target and a drafter that fits it.
+
+    Args:
+      target: hub id, folder, GGUF file, or the default pair's name.
+      drafter: hub id, folder, or the default pair's name; None takes the default pair's drafter
+        where the target is the default pair's, and no drafter otherwise.
+      dtype: of parameters and activations.
+      revision: hub revision of both.
+
+    Raises:
+      ReanchorError: something is missing, corrupt, not supported, or does not fit.
+    """
+    if drafter is None and target == DEFAULT_PAIR:
+        drafter = DEFAULT_PAIR
+    drafter_source = str(default_drafter_path()) if drafter == DEFAULT_PAIR else drafter
+    target_source = str(default_target_path()) if target == DEFAULT_PAIR else target
+    loaded_drafter = None if drafter_source is None else load_drafter(drafter_source, dtype=dtype, revision=revision)
+    loaded_target = load_target(target_source, dtype=dtype, revision=revision)
+    if loaded_drafter is not None:
+        check_pair(loaded_target, loaded_drafter)
+    return Pair(loaded_target, loaded_drafter)

@@ -74,9 +74,7 @@ class Target(nnx.Module):
         """
         num_layers, num_tokens = self.config.num_layers, tokens.shape[0]
         rope = make_rope(self.config.rope, self.config.layer.head_dim, positions)
-        cache_mask = jnp.broadcast_to(
-            jnp.arange(cache.num_slots)[None, :] < cache_len, (num_tokens, cache.num_slots)
-        )
+        cache_mask = jnp.broadcast_to(jnp.arange(cache.num_slots)[None, :] < cache_len, (num_tokens, cache.num_slots))
         # Layer l writes its output to slot tap_slots[l]; len(tap_ids) is out of range and dropped.
         # tap_ids (1, 4) of 6 layers: tap_slots = [2, 0, 2, 2, 1, 2].
         tap_slots = jnp.array(

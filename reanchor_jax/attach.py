@@ -1,0 +1,79 @@
+"""Stage 2 of a round: where does each shifted block continue the baseline block?"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from reanchor_jax.config import AttachRule
+from reanchor_jax.draft import Blocks
+
+
+class Paths(NamedTuple):
+    """Candidate continuations; row 0 is the baseline, row d comes from block d."""
+
+    tokens: jax.Array  # [A, W] int32, anchor first
+    lengths: jax.Array  # [A] int32 valid tokens; 0 for a dropped block
+    sites: jax.Array  # [A] int32 attachment site t*, -1 where dropped; 0 for the baseline
+
+
+def attach_blocks(blocks: Blocks, rule: AttachRule, key: jax.Array) -> Paths:
+    """Attaches every shifted block to the baseline (paper, algorithm 1, lines 10 to 17).
+
+    With T = {t : g(0)_t = g(d)_0}, block d continues the baseline prefix of length t*, one of T
+    by the rule: `earliest` its minimum, `fixed` t = d where it matches, `fixed_unmatched` t = d
+    always, `random` any of T, `longest` the one from which both blocks agree longest (ties: the
+    earliest), `fallback` the earliest, or t = d where T is empty. No site: the block is dropped.
+
+    Example, B = 4: g(0) = a b c d, g(2) = b x y z gives T = {1} and the path a b x y z.
+
+    Args:
+      blocks: drafted blocks [A, B].
+      rule: static attachment rule.
+      key: PRNG key, read by `random` alone.
+    """
+    tokens, (num_blocks, block_size) = blocks.tokens, blocks.tokens.shape
+    offsets = jnp.arange(num_blocks)
+    matches = tokens[0][None, :] == tokens[:, :1]  # [A, B] g(0)_t == g(d)_0
+    at_offset = jnp.arange(block_size)[None, :] == offsets[:, None]
+    match rule:
+        case "earliest":
+            score = matches.astype(jnp.float32)
+        case "fixed":
+            matches = matches & at_offset
+            score = matches.astype(jnp.float32)
+        case "fixed_unmatched":
+            matches = at_offset
+            score = matches.astype(jnp.float32)
+        case "random":
+            score = jnp.where(matches, jax.random.uniform(key, matches.shape, minval=1.0, maxval=2.0), 0.0)
+        case "longest":
+            score = _agreement(tokens).astype(jnp.float32)
+        case "fallback":
+            matches = matches | (at_offset & ~jnp.any(matches, axis=1, keepdims=True))
+            score = matches.astype(jnp.float32)
+    # argmax takes the first of equal scores: the earliest site.
+    sites = jnp.where(jnp.any(matches, axis=1) & blocks.valid, jnp.argmax(score, axis=1), -1)
+    sites = sites.astype(jnp.int32).at[0].set(0)
+
+    # Path d is g(0)[0:t*] ++ g(d). With t* = 1, B = 4: slots 0 | 1 2 3 4 take g(0)_0 | g(d)_0..3.
+    slots = jnp.arange(2 * block_size - 1 if num_blocks > 1 else block_size)[None, :]
+    from_block = slots >= sites[:, None]
+    baseline = tokens[0][jnp.minimum(slots, block_size - 1)]
+    shifted = jnp.take_along_axis(tokens, jnp.clip(slots - sites[:, None], 0, block_size - 1), axis=1)
+    return Paths(
+        tokens=jnp.where(from_block, shifted, baseline),
+        lengths=jnp.where(sites >= 0, sites + block_size, 0),
+        sites=sites,
+    )
+
+
+def _agreement(tokens: jax.Array) -> jax.Array:
+    """[A, B]: for how many tokens g(d) and g(0)[t:] agree from their starts."""
+    block_size = tokens.shape[1]
+    t, k = jnp.arange(block_size)[:, None], jnp.arange(block_size)[None, :]
+    baseline = tokens[0][jnp.minimum(t + k, block_size - 1)]  # [B, B] g(0)_{t+k}
+    equal = (baseline[None] == tokens[:, None, :]) & (t + k < block_size)[None]  # [A, B, B]
+    return jnp.sum(jnp.cumprod(equal.astype(jnp.int32), axis=2), axis=2)

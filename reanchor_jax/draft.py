@@ -1,0 +1,83 @@
+"""Stage 1 of a round: draft the baseline block and all shifted blocks in one vmapped call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from reanchor_jax.cache import KVCache
+from reanchor_jax.config import DecodeConfig
+from reanchor_jax.drafter import Drafter
+from reanchor_jax.pair import Pair
+from reanchor_jax.state import DecodeState
+
+
+class Blocks(NamedTuple):
+    """Drafted blocks; row d is g(d), row 0 the baseline."""
+
+    tokens: jax.Array  # [A, B] int32, anchor first
+    valid: jax.Array  # [A] bool
+
+
+def draft_blocks(pair: Pair, state: DecodeState, config: DecodeConfig, noise: jax.Array | None) -> Blocks:
+    """Drafts g(0) .. g(A-1) (paper, algorithm 1, lines 1 to 9).
+
+    Block d starts at position i + d from the anchor x~_{i+d} (d = 0: the committed anchor) and
+    sees the committed context, d retained suffix states and itself. The committed context is
+    shared by all blocks and the suffix's keys and values are computed once.
+
+    Args:
+      pair: target (for embedding and LM head) and drafter.
+      state: committed context and retained suffix.
+      config: how many offsets, and the draft rule.
+      noise: [W, V] target noise; row r belongs to position i + 1 + r. Only `coupled` reads it.
+    """
+    drafter = pair.drafter
+    assert drafter is not None
+    block_size = drafter.config.block_size
+    num_blocks = config.num_blocks(block_size)
+    offsets = jnp.arange(num_blocks)
+    suffix = _suffix_context(drafter, state, num_blocks - 1)
+
+    anchors = jnp.concatenate([state.tokens[state.length][None], state.suffix.tokens[: num_blocks - 1]])
+    masks = jnp.full((num_blocks, block_size - 1), drafter.config.mask_token_id, jnp.int32)
+    x = pair.target.embed(jnp.concatenate([anchors[:, None], masks], axis=1))  # [A, B, D]
+
+    def draft_one(x: jax.Array, offset: jax.Array) -> jax.Array:
+        positions = state.length + offset + jnp.arange(block_size)
+        return drafter(x, positions, state.context, state.length, suffix, offset)
+
+    hidden = jax.vmap(draft_one)(x, offsets)[:, 1:]  # [A, B-1, D]; slot k predicts position k
+    drafts = _choose_drafts(pair.target.logits(hidden), state, config, noise)
+    return Blocks(
+        tokens=jnp.concatenate([anchors[:, None], drafts], axis=1),
+        valid=offsets <= state.suffix.count,
+    )
+
+
+def _suffix_context(drafter: Drafter, state: DecodeState, num_slots: int) -> KVCache:
+    """Context keys and values of the first `num_slots` retained states."""
+    positions = state.length + jnp.arange(num_slots)
+    return drafter.context(state.suffix.features[:num_slots], positions)
+
+
+def _choose_drafts(logits: jax.Array, state: DecodeState, config: DecodeConfig, noise: jax.Array | None) -> jax.Array:
+    """Tokens [A, B-1] from drafter logits [A, B-1, V] by the draft rule."""
+    num_blocks, num_drafts, vocab_size = logits.shape
+    if config.draft_rule != "greedy":
+        if config.draft_rule == "coupled" and noise is not None:
+            # Draft k of block d stands at position i + d + k, k >= 1: noise row d + k - 1.
+            rows = jnp.arange(num_blocks)[:, None] + jnp.arange(num_drafts)[None, :]
+            drafts_noise = noise[rows]
+        else:
+            key = jax.random.fold_in(draft_key(state.key), state.length)
+            drafts_noise = jax.random.gumbel(key, (num_blocks, num_drafts, vocab_size), jnp.float32)
+        logits = logits / config.draft_temp + drafts_noise
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def draft_key(key: jax.Array) -> jax.Array:
+    """Key of the drafter's own randomness, apart from every position of the target's."""
+    return jax.random.fold_in(key, 2**32 - 1)

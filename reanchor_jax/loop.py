@@ -1,0 +1,143 @@
+"""The whole generation in one call: prefill, then rounds until EOS or the limit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from reanchor_jax.config import DecodeConfig
+from reanchor_jax.decode import decode_round
+from reanchor_jax.pair import Pair
+from reanchor_jax.prefill import block_size, prefill
+from reanchor_jax.sampling import TokenLogprobs
+from reanchor_jax.state import DecodeState, RoundRecord
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RoundCounts:
+    """One number per round, [R] int32 with R = `max_new_tokens`; rounds beyond `rounds` are 0."""
+
+    committed: jax.Array  # accepted drafts and the target's own token, before clipping
+    accepted: jax.Array  # accepted drafts
+    nodes: jax.Array  # verified trie nodes, the anchor included
+    cut: jax.Array  # nodes lost to the budget
+    offsets: jax.Array  # shifted blocks drafted
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What `generate` returns.
+
+    The first token comes from prefill and belongs to no round, so
+    `num_tokens == 1 + sum(counts.committed) - clipped`, unless the limit is 0.
+    """
+
+    tokens: jax.Array  # [max_new_tokens] int32 generated ids, EOS included; 0 behind the end
+    num_tokens: jax.Array  # () int32
+    rounds: jax.Array  # () int32
+    counts: RoundCounts
+    clipped: jax.Array  # () int32 committed tokens of the last round beyond EOS or the limit
+    logprobs: TokenLogprobs  # [max_new_tokens, ...]; zeros behind the end
+
+    @property
+    def tau(self) -> jax.Array:
+        """Committed tokens per round; the last round counts in full. 0 without a round."""
+        total = jnp.sum(self.counts.committed).astype(jnp.float32)
+        return total / jnp.maximum(self.rounds, 1).astype(jnp.float32)
+
+
+class _Loop(NamedTuple):
+    state: DecodeState
+    rounds: jax.Array
+    counts: RoundCounts
+    clipped: jax.Array
+    logprobs: TokenLogprobs  # [max_new_tokens + W, ...]: slack for one whole round
+
+
+def generate(
+    pair: Pair,
+    prompt_ids: jax.Array,
+    prompt_len: jax.Array,
+    *,
+    key: jax.Array,
+    config: DecodeConfig,
+    max_new_tokens: int,
+    limit: jax.Array | None = None,
+    eos_ids: jax.Array | None = None,
+) -> Generation:
+    """Prefill and all rounds as one program without host transfers.
+
+    Works under `jax.jit` (with `config` and `max_new_tokens` static) and under `vmap` over
+    prompts, lengths and keys. Arguments as in `prefill`. Sizes that compile again when they
+    change: P (pad prompts to few sizes), `max_new_tokens` (a capacity; stop earlier with the
+    traced `limit`), and anything in `config`.
+
+    Raises:
+      ReanchorError: at trace time, for a config outside its ranges or a missing drafter.
+    """
+    config.validate(block_size(pair, config))
+    state = prefill(
+        pair,
+        prompt_ids,
+        prompt_len,
+        key=key,
+        config=config,
+        max_new_tokens=max_new_tokens,
+        limit=limit,
+        eos_ids=eos_ids,
+    )
+    zeros = jnp.zeros(max_new_tokens, jnp.int32)
+    slack = 2 * block_size(pair, config)
+    logprobs = jax.tree.map(
+        lambda first: jnp.zeros((max_new_tokens + slack, *first.shape[1:]), first.dtype).at[:1].set(first),
+        state.first_logprobs,
+    )
+    loop = _Loop(state, jnp.int32(0), RoundCounts(zeros, zeros, zeros, zeros, zeros), jnp.int32(0), logprobs)
+    loop = jax.lax.while_loop(lambda loop: ~loop.state.done, lambda loop: _step(pair, loop, config), loop)
+
+    num_tokens = loop.state.generated
+    slots = jnp.arange(max_new_tokens)
+    ids = jax.lax.dynamic_slice(loop.state.tokens, (loop.state.prompt_len,), (max_new_tokens,))
+
+    def trim(rows: jax.Array) -> jax.Array:
+        inside = (slots < num_tokens).reshape(-1, *(1,) * (rows.ndim - 1))
+        return jnp.where(inside, rows[:max_new_tokens], jnp.zeros((), rows.dtype))
+
+    return Generation(
+        tokens=trim(ids),
+        num_tokens=num_tokens,
+        rounds=loop.rounds,
+        counts=loop.counts,
+        clipped=loop.clipped,
+        logprobs=jax.tree.map(trim, loop.logprobs),
+    )
+
+
+def _step(pair: Pair, loop: _Loop, config: DecodeConfig) -> _Loop:
+    state, record = decode_round(pair, loop.state, config)
+    return _Loop(
+        state=state,
+        rounds=loop.rounds + 1,
+        counts=_count(loop.counts, record, loop.rounds),
+        clipped=loop.clipped + record.clipped,
+        logprobs=jax.tree.map(
+            lambda rows, new: jax.lax.dynamic_update_slice(rows, new, (record.start, *(0,) * (new.ndim - 1))),
+            loop.logprobs,
+            record.logprobs,
+        ),
+    )
+
+
+def _count(counts: RoundCounts, record: RoundRecord, index: jax.Array) -> RoundCounts:
+    return RoundCounts(
+        committed=counts.committed.at[index].set(record.committed),
+        accepted=counts.accepted.at[index].set(record.accepted),
+        nodes=counts.nodes.at[index].set(record.num_nodes),
+        cut=counts.cut.at[index].set(record.num_cut),
+        offsets=counts.offsets.at[index].set(record.num_offsets),
+    )
