@@ -1,0 +1,78 @@
+"""config.json of a DFlash drafter in z-lab's format, to `DrafterConfig`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reanchor_jax.checkpoint import hf_config
+from reanchor_jax.checkpoint.fields import Fields, read_json
+from reanchor_jax.config import DrafterConfig
+from reanchor_jax.errors import ReanchorError
+
+_MAX_BLOCK = 256
+# Token ids, table and length are the target's.
+_INERT = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "max_position_embeddings")
+
+
+def read_drafter_config(folder: Path) -> DrafterConfig:
+    """Reads config.json.
+
+    Raises:
+      ReanchorError: a field that is missing, out of range, in conflict, unsupported or unknown;
+        a drafter of another kind.
+    """
+    path = folder / "config.json"
+    fields = Fields(read_json(path), str(path))
+    _only_dflash(fields)
+    fields.get("model_type")
+    fields.only("model_type", "qwen3", why="other drafter layers are not supported")
+    vocab_size = fields.integer("vocab_size", 1, hf_config.MAX_VOCAB)
+    num_layers = fields.integer("num_hidden_layers", 1, hf_config.MAX_LAYERS)
+    num_target_layers = None
+    if fields.get_or_none("num_target_layers") is not None:
+        num_target_layers = fields.integer("num_target_layers", 1, hf_config.MAX_LAYERS)
+    section = fields.section("dflash_config")
+    last_layer = (num_target_layers or hf_config.MAX_LAYERS) - 1
+    tap_ids = section.integers("target_layer_ids", 0, last_layer)
+    if not tap_ids or len(set(tap_ids)) != len(tap_ids):
+        raise section.fail("target_layer_ids", list(tap_ids), "at least one id, and each once")
+    config = DrafterConfig(
+        block_size=_block_size(fields, section),
+        mask_token_id=section.integer("mask_token_id", 0, vocab_size - 1),
+        target_layer_ids=tap_ids,
+        target_num_layers=num_target_layers,
+        vocab_size=vocab_size,
+        num_layers=num_layers,
+        layer=hf_config.read_layer(fields, qk_norm=True, head_dim_required=True),
+        rope=hf_config.read_rope(fields),
+    )
+    section.finish()
+    hf_config.only_plain_layers(fields, num_layers)
+    fields.ignore(*hf_config.INERT, *_INERT)
+    fields.finish()
+    return config
+
+
+def _only_dflash(fields: Fields) -> None:
+    architectures = fields.get("architectures")
+    nested = fields.data.get("dflash_config")
+    projector = nested.get("projector_type") if isinstance(nested, dict) else None
+    if "Domino" in str(architectures) or projector is not None or "gru_hidden_dim" in fields:
+        raise ReanchorError(
+            f"{fields.where} describes a Domino drafter, which is not supported yet; use a DFlash drafter"
+        )
+    if "DSpark" in str(architectures) or "markov_rank" in fields or "markov_head_type" in fields:
+        raise ReanchorError(
+            f"{fields.where} describes a DSpark drafter, which is not supported yet; use a DFlash drafter"
+        )
+    fields.only("architectures", ["DFlashDraftModel"], why="only DFlash drafters are supported")
+
+
+def _block_size(fields: Fields, section: Fields) -> int:
+    """`block_size`, at top level or in `dflash_config`; in both it must be the same."""
+    sizes = {place.integer("block_size", 2, _MAX_BLOCK) for place in (fields, section) if "block_size" in place}
+    if not sizes:
+        fields.get("block_size")  # raises: missing
+    if len(sizes) > 1:
+        raise fields.fail("block_size", sorted(sizes), "the same value in dflash_config")
+    return sizes.pop()

@@ -1,0 +1,199 @@
+"""config.json of a `llama` or `qwen3` target, in both spellings, to `TargetConfig`.
+
+A config is untrusted input. Fields fall into four lists: those read, those that may have one value
+only, those that do not change the computation, and all others, which are an error.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reanchor_jax.checkpoint.fields import Fields, read_json
+from reanchor_jax.config import LayerConfig, Llama3Scaling, RopeConfig, TargetConfig
+from reanchor_jax.errors import ReanchorError
+
+MAX_VOCAB, MAX_WIDTH, MAX_LAYERS, MAX_POSITIONS = 1 << 22, 1 << 17, 1 << 10, 1 << 28
+"""Bounds far above any model, so that a damaged number is named before anything is allocated."""
+
+# fmt: off
+INERT = (
+    # bookkeeping
+    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "dtype", "torch_dtype",
+    "transformers_version", "auto_map", "is_llama_config", "name_or_path", "tokenizer_class",
+    "transformers.js_config", "use_cache",
+    # training only
+    "attention_dropout", "initializer_range", "pretraining_tp",
+    # read by nothing while `use_sliding_window` is false
+    "max_window_layers",
+    # ids that only text handling uses
+    "pad_token_id", "sep_token_id", "decoder_start_token_id",
+    # written into every config by older versions, for other models or for sampling
+    "add_cross_attention", "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward",
+    "cross_attention_hidden_size", "diversity_penalty", "do_sample", "early_stopping",
+    "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "finetuning_task",
+    "forced_bos_token_id", "forced_eos_token_id", "id2label", "is_decoder", "is_encoder_decoder",
+    "label2id", "length_penalty", "max_length", "max_new_tokens", "min_length", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states",
+    "output_scores", "prefix", "problem_type", "pruned_heads", "remove_invalid_values",
+    "repetition_penalty", "return_dict", "return_dict_in_generate", "suppress_tokens",
+    "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder", "top_k", "top_p",
+    "torchscript", "typical_p", "use_bfloat16",
+)
+# fmt: on
+
+_CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+def read_target_config(folder: Path) -> TargetConfig:
+    """Reads config.json, and the EOS ids of generation_config.json where there is one.
+
+    Raises:
+      ReanchorError: a field that is missing, out of range, in conflict, unsupported or unknown.
+    """
+    path = folder / "config.json"
+    fields = Fields(read_json(path), str(path))
+    _refuse_drafter(fields)
+    model_type = fields.get("model_type")
+    if model_type not in _CLASSES:
+        raise fields.fail("model_type", model_type, "llama or qwen3, the supported targets")
+    fields.only("architectures", [_CLASSES[model_type]])
+    vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
+    num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
+    config = TargetConfig(
+        model_type=model_type,
+        vocab_size=vocab_size,
+        num_layers=num_layers,
+        layer=read_layer(fields, qk_norm=model_type == "qwen3", head_dim_required=model_type != "llama"),
+        rope=read_rope(fields),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings"),
+        max_position_embeddings=fields.integer("max_position_embeddings", 1, MAX_POSITIONS),
+        bos_token_id=None
+        if fields.get_or_none("bos_token_id") is None
+        else fields.integer("bos_token_id", 0, vocab_size - 1),
+        eos_token_ids=_eos_ids(fields, vocab_size),
+    )
+    only_plain_layers(fields, num_layers)
+    fields.ignore(*INERT)
+    fields.finish()
+    generation = folder / "generation_config.json"
+    if not generation.exists():
+        return config
+    more = _eos_ids(Fields(read_json(generation), str(generation)), vocab_size)
+    ids = tuple(sorted({*config.eos_token_ids, *more}))
+    return TargetConfig(**{**vars(config), "eos_token_ids": ids})
+
+
+def read_layer(fields: Fields, *, qk_norm: bool, head_dim_required: bool) -> LayerConfig:
+    """Sizes of a decoder layer."""
+    width = fields.integer("hidden_size", 1, MAX_WIDTH)
+    num_heads = fields.integer("num_attention_heads", 1, MAX_WIDTH)
+    num_kv_heads = fields.integer("num_key_value_heads", 1, MAX_WIDTH)
+    if num_heads % num_kv_heads:
+        raise fields.fail("num_key_value_heads", num_kv_heads, f"a divisor of the {num_heads} attention heads")
+    if fields.get_or_none("head_dim") is None and not head_dim_required:
+        # The format's definition of `llama`, not a guess.
+        if width % num_heads:
+            raise fields.fail("hidden_size", width, f"a multiple of the {num_heads} heads (head_dim is not given)")
+        head_dim = width // num_heads
+    else:
+        head_dim = fields.integer("head_dim", 2, 1 << 14)
+    if head_dim % 2:
+        raise fields.fail("head_dim", head_dim, "an even number, for the rotary embedding")
+    if fields.get("hidden_act") != "silu":
+        raise fields.fail("hidden_act", fields.get("hidden_act"), '"silu"; nothing else is supported')
+    return LayerConfig(
+        hidden_size=width,
+        intermediate_size=fields.integer("intermediate_size", 1, 1 << 20),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("rms_norm_eps", above=0, below=1),
+        qk_norm=qk_norm,
+    )
+
+
+def read_rope(fields: Fields) -> RopeConfig:
+    """The rotary embedding: `rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`.
+
+    A base or scaling that is given twice must be the same twice. A missing base is an error.
+    """
+    thetas, scalings = [], []
+    if "rope_theta" in fields:
+        thetas.append(fields.number("rope_theta", above=1, below=1e12))
+    for name in ("rope_scaling", "rope_parameters"):
+        if fields.get_or_none(name) is None:
+            if name == "rope_scaling" and name in fields:
+                scalings.append(None)
+            continue
+        section = fields.section(name)
+        if "rope_theta" in section:
+            thetas.append(section.number("rope_theta", above=1, below=1e12))
+        scalings.append(_read_scaling(section))
+    if not thetas:
+        raise ReanchorError(f"{fields.where}: rope_theta is missing; add it, no default is assumed")
+    if len(set(thetas)) > 1:
+        raise fields.fail("rope_theta", thetas, "one value in all places")
+    if len(set(scalings)) > 1:
+        raise fields.fail("rope_scaling", scalings, "the same scaling as in rope_parameters")
+    return RopeConfig(theta=thetas[0], scaling=scalings[0] if scalings else None)
+
+
+def only_plain_layers(fields: Fields, num_layers: int) -> None:
+    """Refuses what the layer does not compute: biases, sliding windows, partial rotary, quantization."""
+    fields.only("attention_bias", False)
+    fields.only("mlp_bias", False)
+    fields.only("rope_interleaved", False)
+    fields.only("partial_rotary_factor", 1, 1.0, None)
+    fields.only("quantization_config", None, why="quantized checkpoints are not supported, use the original")
+    fields.only("use_sliding_window", False, why="sliding-window attention is not supported yet")
+    if fields.data.get("use_sliding_window") is None:
+        fields.only("sliding_window", None, why="sliding-window attention is not supported yet")
+    fields.ignore("sliding_window")
+    layer_types = fields.get_or_none("layer_types")
+    if layer_types is not None and layer_types != ["full_attention"] * num_layers:
+        expected = f'"full_attention" for each of the {num_layers} layers; other attention is not supported yet'
+        raise fields.fail("layer_types", layer_types, expected)
+
+
+def _read_scaling(section: Fields) -> Llama3Scaling | None:
+    kinds = {section.get(name) for name in ("rope_type", "type") if name in section}
+    if len(kinds) != 1:
+        raise section.fail("rope_type", sorted(map(str, kinds)), "one type of scaling")
+    kind = kinds.pop()
+    section.only("partial_rotary_factor", 1, 1.0)
+    section.ignore("rope_theta")
+    if kind == "default":
+        section.finish()
+        return None
+    if kind != "llama3":
+        raise section.fail("rope_type", kind, '"default" or "llama3"; other scalings are not supported')
+    scaling = Llama3Scaling(
+        factor=section.number("factor", above=0, below=1e6),
+        low_freq_factor=section.number("low_freq_factor", above=0, below=1e6),
+        high_freq_factor=section.number("high_freq_factor", above=0, below=1e6),
+        original_max_position_embeddings=section.integer("original_max_position_embeddings", 1, MAX_POSITIONS),
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        expected = f"more than low_freq_factor, {scaling.low_freq_factor:g}"
+        raise section.fail("high_freq_factor", scaling.high_freq_factor, expected)
+    section.finish()
+    return scaling
+
+
+def _eos_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
+    """`eos_token_id`: an integer, a list of them, or none."""
+    value = fields.get_or_none("eos_token_id")
+    if value is None:
+        return ()
+    if isinstance(value, list):
+        return tuple(sorted(set(fields.integers("eos_token_id", 0, vocab_size - 1))))
+    return (fields.integer("eos_token_id", 0, vocab_size - 1),)
+
+
+def _refuse_drafter(fields: Fields) -> None:
+    if (
+        "dflash_config" in fields
+        or "markov_rank" in fields
+        or "DFlashDraftModel" in str(fields.data.get("architectures"))
+    ):
+        raise ReanchorError(f"{fields.where} describes a drafter; expected a target: load it with load_drafter")

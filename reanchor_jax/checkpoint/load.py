@@ -1,0 +1,114 @@
+"""Loading of targets and drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from reanchor_jax.checkpoint.dflash_config import read_drafter_config
+from reanchor_jax.checkpoint.fill import Fit, TensorSource, abstract_parameters, compare, fill
+from reanchor_jax.checkpoint.gguf_source import GGUFSource, is_gguf
+from reanchor_jax.checkpoint.hf_config import read_target_config
+from reanchor_jax.checkpoint.hub import resolve
+from reanchor_jax.checkpoint.rules import (
+    EMBEDDING_NAME,
+    HEAD_NAME,
+    Slot,
+    drafter_rules,
+    expand,
+    gguf_rules,
+    target_rules,
+)
+from reanchor_jax.checkpoint.safetensors_source import SafetensorsSource
+from reanchor_jax.config import LayerConfig
+from reanchor_jax.drafter import Drafter
+from reanchor_jax.errors import ReanchorError
+from reanchor_jax.target import Target
+
+M = TypeVar("M", Target, Drafter)
+
+
+class Plan(NamedTuple, Generic[M]):
+    """An opened checkpoint compared with its model: all that is known before any tensor is read."""
+
+    source: TensorSource
+    slots: dict[str, Slot]
+    parameters: dict[str, jax.ShapeDtypeStruct]
+    layer: LayerConfig
+    fit: Fit
+    make: Callable[[], M]
+
+    def run(self) -> M:
+        """Reads the tensors into a new module."""
+        self.fit.check(self.source.name)
+        return fill(self.make, self.source, self.slots, self.layer)
+
+
+def load_target(source: str | Path, *, dtype: jnp.dtype = jnp.float32, revision: str | None = None) -> Target:
+    """Loads a target.
+
+    Args:
+      source: a Hugging Face folder (`llama` or `qwen3`, safetensors), a GGUF file (`llama`), or a
+        hub id `org/name`.
+      dtype: dtype of parameters and activations; the file's dtypes are cast to it.
+      revision: branch, tag or commit, for hub ids.
+
+    Raises:
+      ReanchorError: the checkpoint is missing, damaged, unsupported, or does not match its config.
+    """
+    plan = plan_target(resolve(source, revision), dtype)
+    target = plan.run()
+    if target.lm_head is None and HEAD_NAME in plan.source.tensors:
+        _check_tied(plan.source)
+    return target
+
+
+def load_drafter(source: str | Path, *, dtype: jnp.dtype = jnp.float32, revision: str | None = None) -> Drafter:
+    """Loads a DFlash drafter in z-lab's format; arguments and errors are those of `load_target`."""
+    return plan_drafter(resolve(source, revision), dtype).run()
+
+
+def plan_target(path: Path, dtype: jnp.dtype) -> Plan[Target]:
+    """Opens the checkpoint of a target and compares it with its config."""
+    if path.is_dir():
+        config, source = read_target_config(path), SafetensorsSource(path)
+        slots = expand(target_rules(config), config.num_layers)
+    elif is_gguf(path):
+        source = GGUFSource(path)
+        config = source.config
+        slots = expand(gguf_rules(config), config.num_layers)
+    else:
+        raise ReanchorError(f"{path} is no GGUF file; expected one, or a folder with config.json and safetensors")
+    make = lambda: Target(config, dtype=dtype, rngs=nnx.Rngs(0))
+    parameters, _ = abstract_parameters(make)
+    copies = (HEAD_NAME,) if config.tie_word_embeddings else ()
+    fit = compare(source.tensors, slots, parameters, source.dtypes, copies)
+    return Plan(source, slots, parameters, config.layer, fit, make)
+
+
+def plan_drafter(path: Path, dtype: jnp.dtype) -> Plan[Drafter]:
+    """Opens the checkpoint of a drafter and compares it with its config."""
+    if not path.is_dir():
+        raise ReanchorError(f"{path} is a file; expected a drafter's folder with config.json and safetensors")
+    config, source = read_drafter_config(path), SafetensorsSource(path)
+    slots = expand(drafter_rules(config), config.num_layers)
+    make = lambda: Drafter(config, dtype=dtype, rngs=nnx.Rngs(0))
+    parameters, _ = abstract_parameters(make)
+    fit = compare(source.tensors, slots, parameters, source.dtypes)
+    return Plan(source, slots, parameters, config.layer, fit, make)
+
+
+def _check_tied(source: TensorSource) -> None:
+    """A tied model may carry its head a second time, if it is the same."""
+    head, embedding = source.read(HEAD_NAME), source.read(EMBEDDING_NAME)
+    if not np.array_equal(head, embedding):
+        raise ReanchorError(
+            f"{source.name}: {HEAD_NAME} differs from {EMBEDDING_NAME}, but tie_word_embeddings is true; "
+            "expected equal tensors: set it to false if the head is its own"
+        )
