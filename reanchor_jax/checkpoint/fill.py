@@ -68,11 +68,11 @@ class Fit(NamedTuple):
             )
 
 
-def abstract_parameters(make: Callable[[], nnx.Module]) -> tuple[dict[str, jax.ShapeDtypeStruct], Any]:
-    """Parameters of a module by dotted path, in tree order, and the tree; allocates nothing."""
-    leaves, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(make))
+def named_parameters(module: nnx.Module) -> dict[str, Any]:
+    """Parameters of a module (arrays, or shapes of an abstract one) by dotted path, in tree order."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(module)
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-    return {name.removesuffix(".value"): leaf for name, leaf in named.items()}, tree
+    return {name.removesuffix(".value"): leaf for name, leaf in named.items()}
 
 
 def compare(
@@ -123,7 +123,8 @@ def fill(make: Callable[[], M], source: TensorSource, slots: Mapping[str, Slot],
       slots: where each tensor goes.
       layer: what the transforms need to know.
     """
-    parameters, tree = abstract_parameters(make)
+    abstract = jax.eval_shape(make)
+    parameters = named_parameters(abstract)
     names: dict[str, list[str]] = {path: [] for path in parameters}
     for name, slot in slots.items():
         names[slot.path].append(name)
@@ -135,7 +136,7 @@ def fill(make: Callable[[], M], source: TensorSource, slots: Mapping[str, Slot],
             weight = TRANSFORMS[slot.transform](source.read(name), layer)
             array[... if slot.layer is None else slot.layer] = weight
         leaves.append(jax.device_put(array))
-    return jax.tree_util.tree_unflatten(tree, leaves)
+    return jax.tree_util.tree_unflatten(jax.tree.structure(abstract), leaves)
 
 
 def _ignored(name: str) -> bool:

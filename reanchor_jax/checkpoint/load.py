@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from reanchor_jax.checkpoint.dflash_config import read_drafter_config
-from reanchor_jax.checkpoint.fill import Fit, TensorSource, abstract_parameters, compare, fill
+from reanchor_jax.checkpoint.fill import Fit, TensorSource, compare, fill, named_parameters
 from reanchor_jax.checkpoint.gguf_source import GGUFSource, is_gguf
 from reanchor_jax.checkpoint.hf_config import read_target_config
 from reanchor_jax.checkpoint.hub import resolve
@@ -86,7 +86,7 @@ def plan_target(path: Path, dtype: jnp.dtype) -> Plan[Target]:
     else:
         raise ReanchorError(f"{path} is no GGUF file; expected one, or a folder with config.json and safetensors")
     make = lambda: Target(config, dtype=dtype, rngs=nnx.Rngs(0))
-    parameters, _ = abstract_parameters(make)
+    parameters = named_parameters(jax.eval_shape(make))
     copies = (HEAD_NAME,) if config.tie_word_embeddings else ()
     fit = compare(source.tensors, slots, parameters, source.dtypes, copies)
     return Plan(source, slots, parameters, config.layer, fit, make)
@@ -99,7 +99,7 @@ def plan_drafter(path: Path, dtype: jnp.dtype) -> Plan[Drafter]:
     config, source = read_drafter_config(path), SafetensorsSource(path)
     slots = expand(drafter_rules(config), config.num_layers)
     make = lambda: Drafter(config, dtype=dtype, rngs=nnx.Rngs(0))
-    parameters, _ = abstract_parameters(make)
+    parameters = named_parameters(jax.eval_shape(make))
     fit = compare(source.tensors, slots, parameters, source.dtypes)
     return Plan(source, slots, parameters, config.layer, fit, make)
 

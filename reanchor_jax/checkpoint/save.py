@@ -1,0 +1,136 @@
+"""Writing of targets and drafters in the formats that `load` reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from reanchor_jax.checkpoint.fill import named_parameters
+from reanchor_jax.checkpoint.rules import Rule, drafter_rules, expand, target_rules
+from reanchor_jax.checkpoint.safetensors_source import SINGLE
+from reanchor_jax.config import LayerConfig, RopeConfig
+from reanchor_jax.drafter import Drafter
+from reanchor_jax.errors import ReanchorError
+from reanchor_jax.target import Target
+
+_DTYPES = ("bfloat16", "float32")
+_CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+def save_target(target: Target, folder: str | Path, *, dtype: jnp.dtype = jnp.bfloat16) -> None:
+    """Writes a target as a Hugging Face folder: config.json and model.safetensors.
+
+    An earlier checkpoint in the folder is replaced; its other files stay. Stopped at any moment,
+    the folder holds the earlier checkpoint, the new one, or no config.json, which does not load.
+
+    Args:
+      target: what to write.
+      folder: where; made where there is none.
+      dtype: bfloat16, or float32, which loads back bit by bit.
+
+    Raises:
+      ReanchorError: the folder cannot be written.
+    """
+    config = target.config
+    ids = config.eos_token_ids
+    data = {
+        "architectures": [_CLASSES[config.model_type]],
+        "model_type": config.model_type,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": ids[0] if len(ids) == 1 else list(ids) or None,
+        "max_position_embeddings": config.max_position_embeddings,
+        "num_hidden_layers": config.num_layers,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "vocab_size": config.vocab_size,
+        **_layer_fields(config.layer, config.rope),
+    }
+    if config.model_type == "llama":
+        data["mlp_bias"] = False
+    else:
+        data["use_sliding_window"] = False
+    _write(Path(folder), data, _tensors(target, target_rules(config), config.num_layers, dtype), dtype)
+
+
+def save_drafter(drafter: Drafter, folder: str | Path, *, dtype: jnp.dtype = jnp.bfloat16) -> None:
+    """Writes a drafter in z-lab's DFlash format; see `save_target` for arguments and errors."""
+    config = drafter.config
+    if not config.layer.qk_norm:
+        raise ReanchorError("the drafter's qk_norm is False; expected True, the DFlash format has no other layers")
+    data = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.target_layer_ids),
+        },
+        "layer_types": ["full_attention"] * config.num_layers,
+        "num_hidden_layers": config.num_layers,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": config.vocab_size,
+        **_layer_fields(config.layer, config.rope),
+    }
+    if config.target_num_layers is not None:
+        data["num_target_layers"] = config.target_num_layers
+    _write(Path(folder), data, _tensors(drafter, drafter_rules(config), config.num_layers, dtype), dtype)
+
+
+def _layer_fields(layer: LayerConfig, rope: RopeConfig) -> dict[str, Any]:
+    """Fields of the layer, rotary embedding in the older spelling, which every reader knows."""
+    scaling = None if rope.scaling is None else {"rope_type": "llama3", **vars(rope.scaling)}
+    return {
+        "attention_bias": False,
+        "head_dim": layer.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "rms_norm_eps": layer.rms_norm_eps,
+        "rope_scaling": scaling,
+        "rope_theta": rope.theta,
+    }
+
+
+def _tensors(
+    module: Target | Drafter, rules: tuple[Rule, ...], num_layers: int, dtype: jnp.dtype
+) -> dict[str, np.ndarray]:
+    """The file's tensors: rows of the stacked parameters, by the names that loading expects."""
+    if jnp.dtype(dtype).name not in _DTYPES:
+        raise ReanchorError(f"dtype is {jnp.dtype(dtype).name}; expected one of {_DTYPES}")
+    arrays = {path: np.asarray(leaf).astype(dtype) for path, leaf in named_parameters(module).items()}
+    return {
+        name: arrays[slot.path] if slot.layer is None else arrays[slot.path][slot.layer]
+        for name, slot in expand(rules, num_layers).items()
+    }
+
+
+def _write(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], dtype: jnp.dtype) -> None:
+    """Both files are complete beside their place before either is moved there. config.json goes
+    first and comes last: weights never stand beside the config of others."""
+    config = {**config, "dtype": jnp.dtype(dtype).name}
+    places = [folder / SINGLE, folder / "config.json"]
+    aside = [place.with_name(f".{place.name}.partial") for place in places]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, aside[0], metadata={"format": "pt"})  # the key that transformers demands
+        aside[1].write_text(json.dumps(config, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        for path in aside:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        places[1].unlink(missing_ok=True)
+        for path, place in zip(aside, places, strict=True):
+            os.replace(path, place)
+    except OSError as error:
+        raise ReanchorError(f"{folder} cannot be written: {error.strerror or error}; choose another folder") from None
+    finally:
+        for path in aside:
+            path.unlink(missing_ok=True)
