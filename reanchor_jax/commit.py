@@ -34,12 +34,12 @@ def commit(pair: Pair, state: DecodeState, verdict: Verdict, accepted: Accepted)
     the two drafts and the target's token behind them, and the new anchor stands at 10.
     """
     path = jnp.maximum(accepted.nodes, 0)
-    cache = write_rows(state.cache, verdict.output.k[:, :, path], verdict.output.v[:, :, path], state.length)
+    cache = write_rows(state.cache, verdict.k[:, :, path], verdict.v[:, :, path], state.length)
     context = state.context
     if context.num_slots:
         assert pair.drafter is not None
         positions = state.length + jnp.arange(path.shape[0])
-        rows = pair.drafter.context(verdict.output.features[path], positions)
+        rows = pair.drafter.context(verdict.features[path], positions)
         context = write_rows(context, rows.k, rows.v, state.length)
 
     # Behind accepted node k stands the target's token: the next draft, or the new anchor.
@@ -86,7 +86,7 @@ def retain_suffix(trie: Trie, verdict: Verdict, accepted: Accepted, rule: Retain
     slots = start + jnp.arange(num_slots)
     nodes = jnp.maximum(path[jnp.minimum(slots, path.shape[0] - 1)], 0)
     return Suffix(
-        features=verdict.output.features[nodes],
+        features=verdict.features[nodes],
         tokens=verdict.tokens[nodes],
         count=jnp.clip(length - start, 0, num_slots).astype(jnp.int32),
     )

@@ -118,6 +118,9 @@ class DecodeConfig:
     """Largest offset d that is drafted, at most B - 1; None takes B - 1."""
     nodes: int | None = None
     """Node budget N of the trie, at least B; None takes the B * B + B that no trie exceeds."""
+    bucket_nodes: bool = True
+    """Verify at the smallest of the sizes B, 2B, 4B, ..., N that holds the round's trie. Turn off
+    under `vmap`, where a branch for every size would be computed."""
     logprobs: int | None = None
     """None: no log-probabilities. K: those of each committed token and of the top K."""
 

@@ -75,12 +75,12 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array, rows: jax.Array, config
     """Log-probabilities of tokens[rows] under logits[rows], before temperature and filters.
 
     Args:
-      logits: [N, V] float32.
+      logits: [N, V] float32; None where `config.logprobs` is.
       tokens: [N] int32.
       rows: [T] int32, which rows of both are asked for.
       config: `logprobs` = K, or None: zeros and empty lists, at no cost.
     """
-    if config.logprobs is None:
+    if logits is None or config.logprobs is None:
         empty = jnp.zeros((rows.shape[0], 0), jnp.float32)
         return TokenLogprobs(jnp.zeros(rows.shape[0], jnp.float32), empty.astype(jnp.int32), empty)
     log_probs = jax.nn.log_softmax(logits[rows], axis=-1)  # [T, V]
