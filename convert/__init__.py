@@ -1,0 +1,1 @@
+"""Checkpoint tools that run from the source tree and are not installed."""

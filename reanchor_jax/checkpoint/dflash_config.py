@@ -53,6 +53,11 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
     return config
 
 
+def is_drafter(path: Path) -> bool:
+    """Whether the folder's config.json says that it describes a drafter."""
+    return path.is_dir() and "DraftModel" in str(read_json(path / "config.json").get("architectures"))
+
+
 def _only_dflash(fields: Fields) -> None:
     architectures = fields.get("architectures")
     nested = fields.data.get("dflash_config")

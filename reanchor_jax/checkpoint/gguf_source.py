@@ -39,6 +39,17 @@ def dequantizable(kind: GGMLQuantizationType) -> bool:
     return True
 
 
+class _Reader(gguf.GGUFReader):
+    """Refuses to read past the end, where the base class goes on with empty arrays: a damaged
+    length of 2**60 would keep it busy for ever."""
+
+    def _get(self, offset, dtype, count=1, *args, **kwargs):
+        found = super()._get(offset, dtype, count, *args, **kwargs)
+        if len(found) != count:
+            raise ValueError("it ends too early")
+        return found
+
+
 class GGUFSource:
     """An open GGUF file: its config, its headers, its tensors as float32."""
 
@@ -51,7 +62,7 @@ class GGUFSource:
         """
         self.name = str(path)
         try:
-            reader = gguf.GGUFReader(path)
+            reader = _Reader(path)
             self._tensors = {tensor.name: tensor for tensor in reader.tensors}
             architecture = _text(reader, "general.architecture")
             # Lists (the vocabulary) count by their length; only numbers and texts are read.

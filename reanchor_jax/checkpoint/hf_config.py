@@ -54,7 +54,7 @@ def read_target_config(folder: Path) -> TargetConfig:
     fields = Fields(read_json(path), str(path))
     _refuse_drafter(fields)
     model_type = fields.get("model_type")
-    if model_type not in _CLASSES:
+    if not isinstance(model_type, str) or model_type not in _CLASSES:
         raise fields.fail("model_type", model_type, "llama or qwen3, the supported targets")
     fields.only("architectures", [_CLASSES[model_type]])
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
@@ -156,10 +156,10 @@ def only_plain_layers(fields: Fields, num_layers: int) -> None:
 
 
 def _read_scaling(section: Fields) -> Llama3Scaling | None:
-    kinds = {section.get(name) for name in ("rope_type", "type") if name in section}
-    if len(kinds) != 1:
-        raise section.fail("rope_type", sorted(map(str, kinds)), "one type of scaling")
-    kind = kinds.pop()
+    kinds = [section.get(name) for name in ("rope_type", "type") if name in section]
+    if not kinds or kinds[0] != kinds[-1]:
+        raise section.fail("rope_type", kinds, "one type of scaling")
+    kind = kinds[0]
     section.only("partial_rotary_factor", 1, 1.0)
     section.ignore("rope_theta")
     if kind == "default":

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from reanchor_jax.checkpoint.dflash_config import read_drafter_config
 from reanchor_jax.checkpoint.fill import Fit, TensorSource, compare, fill, named_parameters
@@ -31,6 +32,7 @@ from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.target import Target
 
+_DTYPES = ("float32", "bfloat16", "float16")
 M = TypeVar("M", Target, Drafter)
 
 
@@ -50,7 +52,7 @@ class Plan(NamedTuple, Generic[M]):
         return fill(self.make, self.source, self.slots, self.layer)
 
 
-def load_target(source: str | Path, *, dtype: jnp.dtype = jnp.float32, revision: str | None = None) -> Target:
+def load_target(source: str | Path, *, dtype: DTypeLike = jnp.float32, revision: str | None = None) -> Target:
     """Loads a target.
 
     Args:
@@ -62,16 +64,16 @@ def load_target(source: str | Path, *, dtype: jnp.dtype = jnp.float32, revision:
     Raises:
       ReanchorError: the checkpoint is missing, damaged, unsupported, or does not match its config.
     """
-    plan = plan_target(resolve(source, revision), dtype)
+    plan = plan_target(resolve(source, revision), float_dtype(dtype))
     target = plan.run()
     if target.lm_head is None and HEAD_NAME in plan.source.tensors:
         _check_tied(plan.source)
     return target
 
 
-def load_drafter(source: str | Path, *, dtype: jnp.dtype = jnp.float32, revision: str | None = None) -> Drafter:
+def load_drafter(source: str | Path, *, dtype: DTypeLike = jnp.float32, revision: str | None = None) -> Drafter:
     """Loads a DFlash drafter in z-lab's format; arguments and errors are those of `load_target`."""
-    return plan_drafter(resolve(source, revision), dtype).run()
+    return plan_drafter(resolve(source, revision), float_dtype(dtype)).run()
 
 
 def plan_target(path: Path, dtype: jnp.dtype) -> Plan[Target]:
@@ -102,6 +104,17 @@ def plan_drafter(path: Path, dtype: jnp.dtype) -> Plan[Drafter]:
     parameters = named_parameters(jax.eval_shape(make))
     fit = compare(source.tensors, slots, parameters, source.dtypes)
     return Plan(source, slots, parameters, config.layer, fit, make)
+
+
+def float_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """Checks a dtype, or the name of one, that a user asks for."""
+    try:
+        checked = jnp.dtype(dtype)
+    except TypeError:
+        checked = None
+    if checked is None or checked.name not in _DTYPES:
+        raise ReanchorError(f"dtype is {dtype!r}; expected one of {', '.join(_DTYPES)}")
+    return checked
 
 
 def _check_tied(source: TensorSource) -> None:

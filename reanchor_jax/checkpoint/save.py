@@ -9,9 +9,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from reanchor_jax.checkpoint.fill import named_parameters
+from reanchor_jax.checkpoint.load import float_dtype
 from reanchor_jax.checkpoint.rules import Rule, drafter_rules, expand, target_rules
 from reanchor_jax.checkpoint.safetensors_source import SINGLE
 from reanchor_jax.config import LayerConfig, RopeConfig
@@ -19,11 +21,10 @@ from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.target import Target
 
-_DTYPES = ("bfloat16", "float32")
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
-def save_target(target: Target, folder: str | Path, *, dtype: jnp.dtype = jnp.bfloat16) -> None:
+def save_target(target: Target, folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16) -> None:
     """Writes a target as a Hugging Face folder: config.json and model.safetensors.
 
     An earlier checkpoint in the folder is replaced; its other files stay. Stopped at any moment,
@@ -32,12 +33,12 @@ def save_target(target: Target, folder: str | Path, *, dtype: jnp.dtype = jnp.bf
     Args:
       target: what to write.
       folder: where; made where there is none.
-      dtype: bfloat16, or float32, which loads back bit by bit.
+      dtype: what the parameters are cast to; their own loads back bit by bit.
 
     Raises:
       ReanchorError: the folder cannot be written.
     """
-    config = target.config
+    config, dtype = target.config, float_dtype(dtype)
     ids = config.eos_token_ids
     data = {
         "architectures": [_CLASSES[config.model_type]],
@@ -57,9 +58,9 @@ def save_target(target: Target, folder: str | Path, *, dtype: jnp.dtype = jnp.bf
     _write(Path(folder), data, _tensors(target, target_rules(config), config.num_layers, dtype), dtype)
 
 
-def save_drafter(drafter: Drafter, folder: str | Path, *, dtype: jnp.dtype = jnp.bfloat16) -> None:
+def save_drafter(drafter: Drafter, folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16) -> None:
     """Writes a drafter in z-lab's DFlash format; see `save_target` for arguments and errors."""
-    config = drafter.config
+    config, dtype = drafter.config, float_dtype(dtype)
     if not config.layer.qk_norm:
         raise ReanchorError("the drafter's qk_norm is False; expected True, the DFlash format has no other layers")
     data = {
@@ -104,8 +105,6 @@ def _tensors(
     module: Target | Drafter, rules: tuple[Rule, ...], num_layers: int, dtype: jnp.dtype
 ) -> dict[str, np.ndarray]:
     """The file's tensors: rows of the stacked parameters, by the names that loading expects."""
-    if jnp.dtype(dtype).name not in _DTYPES:
-        raise ReanchorError(f"dtype is {jnp.dtype(dtype).name}; expected one of {_DTYPES}")
     arrays = {path: np.asarray(leaf).astype(dtype) for path, leaf in named_parameters(module).items()}
     return {
         name: arrays[slot.path] if slot.layer is None else arrays[slot.path][slot.layer]
@@ -116,7 +115,7 @@ def _tensors(
 def _write(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], dtype: jnp.dtype) -> None:
     """Both files are complete beside their place before either is moved there. config.json goes
     first and comes last: weights never stand beside the config of others."""
-    config = {**config, "dtype": jnp.dtype(dtype).name}
+    config = {**config, "dtype": dtype.name}
     places = [folder / SINGLE, folder / "config.json"]
     aside = [place.with_name(f".{place.name}.partial") for place in places]
     try:
