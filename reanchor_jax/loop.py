@@ -91,6 +91,23 @@ def generate(
         limit=limit,
         eos_ids=eos_ids,
     )
+    return decode_loop(pair, state, config, max_new_tokens)[1]
+
+
+def decode_loop(
+    pair: Pair, state: DecodeState, config: DecodeConfig, max_new_tokens: int
+) -> tuple[DecodeState, Generation]:
+    """Rounds until EOS or the limit, from a state that `prefill` made.
+
+    The last state comes back so that a caller who times prefill and rounds apart can donate the
+    first one: its caches are then updated in place.
+
+    Args:
+      pair: networks.
+      state: from `prefill` with the same `config` and `max_new_tokens`.
+      config: static decoding settings.
+      max_new_tokens: static capacity for new tokens.
+    """
     zeros = jnp.zeros(max_new_tokens, jnp.int32)
     slack = 2 * block_size(pair, config)
     logprobs = jax.tree.map(
@@ -108,7 +125,7 @@ def generate(
         inside = (slots < num_tokens).reshape(-1, *(1,) * (rows.ndim - 1))
         return jnp.where(inside, rows[:max_new_tokens], jnp.zeros((), rows.dtype))
 
-    return Generation(
+    generation = Generation(
         tokens=trim(ids),
         num_tokens=num_tokens,
         rounds=loop.rounds,
@@ -116,6 +133,7 @@ def generate(
         clipped=loop.clipped,
         logprobs=jax.tree.map(trim, loop.logprobs),
     )
+    return loop.state, generation
 
 
 def _step(pair: Pair, loop: _Loop, config: DecodeConfig) -> _Loop:

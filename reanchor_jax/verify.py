@@ -30,8 +30,8 @@ def verify_trie(pair: Pair, state: DecodeState, trie: Trie, config: DecodeConfig
     """Verifies all nodes jointly: each sees the committed positions and its own ancestors.
 
     A trie rarely fills its budget, so the forward runs at the smallest of a few static sizes
-    that holds the round's nodes (`DecodeConfig.bucket_nodes`). Reads the cache and writes nothing. A node's position is the anchor's plus its depth, never
-    its index.
+    that holds the round's nodes (`DecodeConfig.bucket_nodes`). Reads the cache and writes
+    nothing. A node's position is the anchor's plus its depth, never its index.
 
     Args:
       pair: the target, and the drafter whose target layers are tapped.
