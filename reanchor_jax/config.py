@@ -117,7 +117,7 @@ class DecodeConfig:
     offsets: int | None = None
     """Largest offset d that is drafted, at most B - 1; None takes B - 1."""
     nodes: int | None = None
-    """Node budget N of the trie, at least B; None takes the B * B + B that no trie exceeds."""
+    """Node budget N of the trie, at least B; None takes the A * B that no trie exceeds."""
     bucket_nodes: bool = True
     """Verify at the smallest of the sizes B, 2B, 4B, ..., N that holds the round's trie. Turn off
     under `vmap`, where a branch for every size would be computed."""

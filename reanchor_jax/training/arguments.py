@@ -1,0 +1,225 @@
+"""Flags of `python -m reanchor_jax.train`. Everything that needs no file is checked here."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+from reanchor_jax.default_pair import DEFAULT_PAIR
+from reanchor_jax.errors import ReanchorError
+from reanchor_jax.training.optimizer import OptimizerConfig
+from reanchor_jax.training.start import Start
+from reanchor_jax.training.tiny_pair import TinyPairConfig
+from reanchor_jax.training.trainer import TrainConfig
+
+_EPILOG = """\
+The run lives in --out: train.json (settings), log.jsonl, checkpoints/, drafter/ (z-lab format,
+for --drafter of the other commands). The same command line goes on with a run that was stopped,
+by Ctrl-C or by force. Exit codes: 0 done; 2 bad input, one line on stderr; 130 interrupted.
+"""
+
+_TRAINING = [
+    "train_vocab",
+    "feature_dtype",
+    "memo_gb",
+    "log_every",
+    "eval_every",
+    "checkpoint_every",
+    "tau_prompts",
+    "tau_tokens",
+]
+"""Flags that are fields of `TrainConfig` as they are."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """One command line for training a drafter."""
+
+    target: str
+    revision: str | None
+    out: Path
+    prompts: Path | None
+    answers: Path | None
+    held_out: int
+    held_out_answers: Path | None
+    max_len: int
+    max_new_tokens: int
+    answer_rows: int
+    init: str | None
+    start: Start
+    layers: int
+    block_size: int
+    mask_token_id: int | None
+    target_layer_ids: tuple[int, ...] | None
+    config: TrainConfig
+
+
+def parse(argv: Sequence[str] | None) -> Options | tuple[TinyPairConfig, Path]:
+    """A training run's options, or the recipe's settings and folder.
+
+    Raises:
+      ReanchorError: an unknown flag, a value outside its range, flags that exclude each other.
+      SystemExit: after `--help`, with code 0.
+    """
+    parser = _parser()
+    flags = vars(parser.parse_args(argv))
+    if flags.pop("recipe") is not None:
+        return _recipe(flags)
+    for name in ("text", "model_type", "target_steps"):
+        if flags.pop(name) is not None:
+            raise ReanchorError(f"--{name.replace('_', '-')} belongs to --recipe tiny-pair; expected no such flag here")
+    shape = ("layers", "block_size", "mask_token_id", "target_layer_ids", "start")
+    given = [name for name in shape if flags[name] is not None]
+    if flags["init"] is not None and given:
+        raise ReanchorError(f"--{given[0].replace('_', '-')} is of a new drafter; expected none beside --init")
+    if flags["init"] is None and flags["mask_token_id"] is None:
+        raise ReanchorError("--mask-token-id is missing; name a token that the target never writes, or --init DRAFTER")
+    if (flags["prompts"] is None) == (flags["answers"] is None):
+        raise ReanchorError("expected either --prompts FILE.jsonl or --answers FILE.jsonl; give one of them")
+    steps = 2000 if flags["steps"] is None else flags["steps"]
+    flags.pop("steps")
+    warmup = flags.pop("warmup")
+    optimizer = OptimizerConfig(
+        steps=steps,
+        learning_rate=_or(flags.pop("learning_rate"), 5e-4),
+        warmup=min(100, steps // 10) if warmup is None else warmup,
+        weight_decay=flags.pop("weight_decay"),
+    )
+    optimizer.validate()
+    config = TrainConfig(
+        optimizer=optimizer,
+        num_rows=_or(flags.pop("rows"), 4),
+        num_anchors=_or(flags.pop("anchors"), 32),
+        gamma=_or(flags.pop("gamma"), 4.0),
+        seed=_or(flags.pop("seed"), 0),
+        **{name: flags.pop(name) for name in _TRAINING},
+    )
+    defaults: dict[str, Any] = {"layers": 3, "block_size": 16, "start": "layers"}
+    for name, value in defaults.items():
+        flags[name] = _or(flags[name], value)
+    return Options(config=config, **flags)
+
+
+def _recipe(flags: dict[str, Any]) -> tuple[TinyPairConfig, Path]:
+    names = {
+        "text": "text", "model_type": "model_type", "target_steps": "target_steps", "steps": "steps",
+        "seed": "seed", "rows": "num_rows", "anchors": "num_anchors", "gamma": "gamma", "layers": "num_layers",
+        "block_size": "block_size", "target_layer_ids": "target_layer_ids", "learning_rate": "learning_rate",
+        "start": "start",
+    }  # fmt: skip
+    for name in ("prompts", "answers", "init", "mask_token_id", "train_vocab", "warmup", "held_out_answers"):
+        if flags[name] is not None:
+            raise ReanchorError(f"--{name.replace('_', '-')} does not go with --recipe; leave it out")
+    given = {field: flags[name] for name, field in names.items() if flags[name] is not None}
+    config = TinyPairConfig(**given)
+    config.validate()
+    return config, flags["out"]
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ReanchorError(f"{message}; see --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m reanchor_jax.train",
+        description="Trains a DFlash drafter for a target, from prompts or from the target's own answers.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="folder of the run")
+    add("--target", default=DEFAULT_PAIR, metavar="SOURCE", help="hub id, folder, GGUF file or %(default)s (default)")
+    add("--revision", metavar="REV", help="hub revision of the target")
+
+    add = parser.add_argument_group("texts").add_argument
+    add(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="JSONL: `prompt`, `turns` or `prompt_ids`, for the target to answer",
+    )
+    add("--answers", type=Path, metavar="FILE", help="JSONL (.gz): `prompt_ids`, `answer_ids` of the target, `source`")
+    add("--held-out", type=_whole(1), default=64, metavar="N", help="texts kept for evaluation (default %(default)s)")
+    add("--held-out-answers", type=Path, metavar="FILE", help="texts for evaluation from a file of their own")
+    add("--max-len", type=_whole(8), default=512, metavar="N", help="tokens of a text at most (default %(default)s)")
+    add("--max-new-tokens", type=_whole(2), default=200, metavar="N", help="of an answer (default %(default)s)")
+    add("--answer-rows", type=_whole(1), default=16, metavar="N", help="prompts answered at once (default %(default)s)")
+
+    add = parser.add_argument_group("drafter").add_argument
+    add("--init", metavar="SOURCE", help="drafter to go on from: folder, hub id, or smollm2-135m")
+    add("--start", choices=get_args(Start), help="new drafter: the target's last layers (default) or random weights")
+    add("--layers", type=_whole(1), metavar="N", help="new drafter: layers (default 3)")
+    add("--block-size", type=_whole(2), metavar="B", help="new drafter: anchor and drafts of a block (default 16)")
+    add("--mask-token-id", type=_whole(0), metavar="ID", help="new drafter: a token that the target never writes")
+    add("--target-layer-ids", type=_ids, metavar="I,J,..", help="new drafter: tapped layers (default: 5 spread ones)")
+
+    add = parser.add_argument_group("optimization").add_argument
+    add("--steps", type=_whole(1), metavar="N", help="(default 2000)")
+    add("--rows", type=_whole(1), metavar="R", help="texts of a step (default 4)")
+    add("--anchors", type=_whole(1), metavar="K", help="blocks of a text and step (default 32)")
+    add("--learning-rate", type=float, metavar="LR", help="at its peak (default 5e-4)")
+    add("--warmup", type=_whole(0), metavar="N", help="steps of growth (default: a tenth, at most 100)")
+    add("--weight-decay", type=float, default=0.01, metavar="W", help="of matrices (default %(default)s)")
+    add("--gamma", type=_above_0, metavar="G", help="draft k has weight exp(-(k - 1) / G) (default 4)")
+    add("--train-vocab", type=_whole(2), metavar="V", help="score the V most frequent answer tokens only")
+    add("--seed", type=_whole(0, 2**31 - 1), metavar="N", help="(default 0)")
+    add("--feature-dtype", choices=("float32", "bfloat16"), default="float32", help="of remembered target features")
+    add("--memo-gb", type=float, default=4.0, metavar="GB", help="memory for target features (default %(default)s)")
+
+    add = parser.add_argument_group("reports").add_argument
+    add("--log-every", type=_whole(1), default=10, metavar="N", help="steps (default %(default)s)")
+    add("--eval-every", type=_whole(1), default=500, metavar="N", help="steps (default %(default)s)")
+    add("--checkpoint-every", type=_whole(1), default=250, metavar="N", help="steps (default %(default)s)")
+    add("--tau-prompts", type=_whole(0), default=8, metavar="N", help="prompts really decoded (default %(default)s)")
+    add("--tau-tokens", type=_whole(2), default=64, metavar="N", help="new tokens of each (default %(default)s)")
+
+    add = parser.add_argument_group("recipe").add_argument
+    recipe_help = "a byte-level target and its drafter from nothing, in minutes; of the flags above only those of shape"
+    add("--recipe", choices=("tiny-pair",), help=recipe_help)
+    add("--text", type=Path, metavar="FILE", help="text to learn (default: synthetic documents)")
+    add("--model-type", choices=("qwen3", "llama"), help="of the target (default qwen3)")
+    add("--target-steps", type=_whole(1), metavar="N", help="training steps of the target (default 420)")
+    return parser
+
+
+def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """argparse type of an integer within bounds."""
+
+    def convert(text: str) -> int:
+        expected = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}") from None
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"got {value}, expected {expected}")
+        return value
+
+    return convert
+
+
+def _above_0(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
+    return value
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected layer ids like 1,8,14") from None

@@ -1,0 +1,92 @@
+"""Training blocks: what inference would draft at random places of a known text.
+
+Inference with the anchor at position i has committed positions < i: the drafter sees their
+features, the anchor's token and B - 1 masks, and should draft tokens i+1 .. i+B-1. Training
+computes exactly that, with the drafter's own forward, for several anchors of one text at once.
+No block sees another, so they share the context's keys and values and differ in `cache_len`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from reanchor_jax.cache import init_cache
+from reanchor_jax.drafter import Drafter
+from reanchor_jax.target import Target
+
+
+class Anchors(NamedTuple):
+    """Anchor positions in one text."""
+
+    positions: jax.Array  # [K] int32
+    valid: jax.Array  # [K] bool, False where the text has fewer places than K
+
+
+def sample_anchors(key: jax.Array, prompt_len: jax.Array, length: jax.Array, size: int, num_anchors: int) -> Anchors:
+    """Draws anchors without replacement among the answer's tokens that have a successor.
+
+    Example: prompt of 5 tokens and 4 of answer, length 9: anchors can stand at 5, 6 and 7. In
+    inference the first anchor is the answer's first token, at position `prompt_len`.
+
+    Args:
+      key: PRNG key.
+      prompt_len: () int32.
+      length: () int32 tokens of prompt and answer.
+      size: T, padded length (static).
+      num_anchors: K (static).
+    """
+    positions = jnp.arange(size)
+    possible = (positions >= prompt_len) & (positions < length - 1)
+    score = jnp.where(possible, jax.random.uniform(key, (size,)), -1.0)
+    top, anchors = jax.lax.top_k(score, num_anchors)
+    return Anchors(anchors.astype(jnp.int32), top >= 0)
+
+
+def block_labels(
+    tokens: jax.Array, length: jax.Array, anchors: Anchors, block_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """The tokens that each block should draft, and which of them exist: two [K, B-1] arrays.
+
+    Slot k - 1 holds the token at anchor + k. Example, B = 4, length 9, anchor 6: the tokens at
+    7 and 8, and a third that is masked.
+    """
+    places = anchors.positions[:, None] + jnp.arange(1, block_size)[None, :]
+    valid = (places < length) & anchors.valid[:, None]
+    return tokens[jnp.minimum(places, tokens.shape[0] - 1)], valid
+
+
+def block_hidden(
+    target: Target, drafter: Drafter, tokens: jax.Array, features: jax.Array, positions: jax.Array
+) -> jax.Array:
+    """Drafter features [K, B-1, D] behind K anchors of one text; slot k - 1 predicts anchor + k.
+
+    Args:
+      target: gives the embedding; no gradient flows into it.
+      drafter: the network in training.
+      tokens: [T] int32 text.
+      features: [T, C*D] the target's features of the text.
+      positions: [K] int32 anchors.
+    """
+    config = drafter.config
+    context = drafter.context(features, jnp.arange(tokens.shape[0]))
+    no_suffix = init_cache(config.layer, config.num_layers, 0, context.k.dtype)
+    masks = jnp.full((positions.shape[0], config.block_size - 1), config.mask_token_id, jnp.int32)
+    x = target.embed(jnp.concatenate([tokens[positions][:, None], masks], axis=1))  # [K, B, D]
+
+    def draft_one(x: jax.Array, anchor: jax.Array) -> jax.Array:
+        # cache_len = anchor: the anchor's own features do not exist yet, as in inference.
+        places = anchor + jnp.arange(config.block_size)
+        return drafter(x, places, context, anchor, no_suffix, jnp.int32(0))
+
+    return jax.vmap(draft_one)(jax.lax.stop_gradient(x), positions)[:, 1:]
+
+
+def text_features(target: Target, tokens: jax.Array, tap_ids: tuple[int, ...]) -> jax.Array:
+    """The target's features [T, C*D] of one text [T] in one causal forward."""
+    size = tokens.shape[0]
+    no_cache = init_cache(target.config.layer, target.config.num_layers, 0, target.dtype)
+    causal = jnp.tril(jnp.ones((size, size), bool))
+    return target(tokens, jnp.arange(size), no_cache, jnp.int32(0), causal, tap_ids).features

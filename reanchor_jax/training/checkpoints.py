@@ -1,0 +1,94 @@
+"""Orbax checkpoints of a training run: parameters, optimizer state, step.
+
+There is nothing else to save: anchors, data order and learning rate are functions of the step.
+Orbax writes a step into a temporary folder and renames it when it is complete, so a run that is
+killed at any moment finds its latest complete step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from reanchor_jax.errors import ReanchorError
+
+T = TypeVar("T")
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `folder`."""
+
+    def __init__(self, folder: Path, keep: int = 2):
+        self.folder = folder
+        self._manager = ocp.CheckpointManager(
+            folder.absolute(),
+            options=ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False),
+        )
+
+    def latest(self) -> int | None:
+        """The latest complete step, None where there is none."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: Any) -> None:
+        """Writes the state of `step` if it is not there yet."""
+        if step != self.latest():
+            self._manager.save(step, args=ocp.args.StandardSave(_named(state)), force=True)
+
+    def restore(self, step: int, like: T) -> T:
+        """The state of `step`, on the devices of `like`.
+
+        Raises:
+          ReanchorError: the checkpoint does not hold what `like` holds.
+        """
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=getattr(x, "sharding", None)), _named(like)
+        )
+        try:
+            named = self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
+        except Exception as error:
+            raise ReanchorError(
+                f"checkpoint {self.folder / str(step)} cannot be restored: {' '.join(str(error).split())[:160]}; "
+                "remove the folder of that step to resume from an earlier one"
+            ) from error
+        names = list(_named(like))
+        return jax.tree.unflatten(jax.tree.structure(like), [named[name] for name in names])
+
+    def close(self) -> None:
+        """Ends Orbax's threads."""
+        self._manager.close()
+
+
+def _named(state: Any) -> dict[str, Any]:
+    """Leaves by their path: the file depends on names, not on the order of fields."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def check_settings(path: Path, settings: dict[str, Any]) -> None:
+    """Writes the run's settings, or compares them with those of the run that is resumed.
+
+    Raises:
+      ReanchorError: a setting differs, which would make the resumed run another one.
+    """
+    settings = json.loads(json.dumps(settings))
+    if path.exists():
+        try:
+            old = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            raise ReanchorError(f"{path} is damaged; train into another folder") from None
+        for name in sorted({*old, *settings}):
+            if old.get(name) != settings.get(name):
+                raise ReanchorError(
+                    f"{path.parent} holds a run with {name} {old.get(name)}, got {settings.get(name)}; "
+                    "resume with the same settings, or train into another folder"
+                )
+        return
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text(json.dumps(settings, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(aside, path)

@@ -1,0 +1,140 @@
+"""The command line `python -m reanchor_jax.train`: load, answer, train; exit codes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import jax.numpy as jnp
+
+from reanchor_jax.checkpoint import load_drafter, load_target
+from reanchor_jax.default_pair import DEFAULT_PAIR, default_drafter_path, default_target_path
+from reanchor_jax.errors import ReanchorError
+from reanchor_jax.pair import check_pair
+from reanchor_jax.target import Target
+from reanchor_jax.tokenizer import load_tokenizer
+from reanchor_jax.training.answers import generate_answers, read_prompts
+from reanchor_jax.training.arguments import Options, parse
+from reanchor_jax.training.data import Text, read_answers, split_held_out
+from reanchor_jax.training.start import new_drafter, new_drafter_config
+from reanchor_jax.training.tiny_pair import make_tiny_pair
+from reanchor_jax.training.trainer import train
+
+BAD_INPUT, INTERRUPTED = 2, 128 + signal.SIGINT
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code (see `--help`)."""
+    try:
+        options = parse(argv)
+        if isinstance(options, Options):
+            _train(options)
+        else:
+            config, folder = options
+            with _progress("drafter", config.steps) as (on_step, echo):
+                make_tiny_pair(config, folder, echo=echo, on_step=on_step)
+        return 0
+    except ReanchorError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except OSError as error:
+        print(f"error: {error.filename or 'the run'}: {error.strerror or error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _train(options: Options) -> None:
+    source = str(default_target_path()) if options.target == DEFAULT_PAIR else options.target
+    target = load_target(source, dtype=jnp.float32, revision=options.revision)
+    if options.init is not None:
+        init = str(default_drafter_path()) if options.init == DEFAULT_PAIR else options.init
+        drafter = load_drafter(init, dtype=jnp.float32)
+        check_pair(target, drafter)
+    else:
+        assert options.mask_token_id is not None
+        drafter_config = new_drafter_config(
+            target,
+            num_layers=options.layers,
+            block_size=options.block_size,
+            mask_token_id=options.mask_token_id,
+            target_layer_ids=options.target_layer_ids,
+        )
+        drafter = new_drafter(target, drafter_config, options.start, options.config.seed)
+    texts, held_out = _texts(options, source, target)
+    with _progress("training", options.config.optimizer.steps) as (on_step, echo):
+        echo(f"{len(texts)} texts, {len(held_out)} held out")
+        train(
+            target,
+            drafter,
+            texts,
+            held_out,
+            options.config,
+            options.out,
+            start_is_scaled=options.init is None,
+            echo=echo,
+            on_step=on_step,
+        )
+        echo(f"saved {options.out / 'drafter'}")
+
+
+def _texts(options: Options, source: str, target: Target) -> tuple[list[Text], list[Text]]:
+    """Training texts and held-out ones; answers the prompts first where they are prompts."""
+    vocab_size, answers = target.config.vocab_size, options.answers
+    held_out = None
+    if options.held_out_answers is not None:
+        held_out = read_answers(options.held_out_answers, vocab_size, options.max_len)
+    if answers is None:
+        assert options.prompts is not None
+        longest = options.max_len - options.max_new_tokens
+        prompts = read_prompts(options.prompts, vocab_size, longest, load_tokenizer(source, options.revision))
+        if held_out is None and options.held_out >= len(prompts):
+            raise ReanchorError(f"--held-out is {options.held_out}; expected fewer than the {len(prompts)} prompts")
+        answers = options.out / "answers.jsonl"
+        with _progress("answers", len(prompts)) as (on_step, _):
+            generate_answers(
+                target,
+                prompts,
+                answers,
+                max_new_tokens=options.max_new_tokens,
+                num_rows=options.answer_rows,
+                on_batch=lambda done: on_step(done, float("nan")),
+            )
+    texts = read_answers(answers, vocab_size, options.max_len)
+    if held_out is not None:
+        return texts, held_out
+    return split_held_out(texts, options.held_out, options.config.seed)
+
+
+@contextmanager
+def _progress(name: str, total: int) -> Iterator[tuple[Callable[[int, float], None], Callable[[str], None]]]:
+    """A bar with the time left, on a terminal; and a function that prints a line beside it."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = [
+        TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=True),
+    ]  # fmt: skip
+
+    def echo(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(name, total=total, loss="")
+
+        def on_step(done: int, loss: float) -> None:
+            bar.update(task, completed=done, loss="" if loss != loss else f"loss {loss:.3f}")
+
+        yield on_step, echo

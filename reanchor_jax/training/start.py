@@ -1,0 +1,107 @@
+"""The first parameters of a new drafter: a shape from the target, weights from its last layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from reanchor_jax.config import DrafterConfig
+from reanchor_jax.drafter import Drafter
+from reanchor_jax.errors import ReanchorError
+from reanchor_jax.target import Target
+
+Start = Literal["layers", "random"]
+
+
+def spread_layer_ids(num_layers: int, count: int = 5) -> tuple[int, ...]:
+    """Tapped layers, evenly from layer 1 to the third from the end, as z-lab's drafters have them.
+
+    Example: 30 layers, 5 taps: 1, 8, 14, 20, 27. Small targets tap fewer: 6 layers: 1, 2, 3.
+    """
+    low, high = min(1, num_layers - 1), max(num_layers - 3, min(1, num_layers - 1))
+    return tuple(sorted({int(i) for i in np.round(np.linspace(low, high, count))}))
+
+
+def new_drafter_config(
+    target: Target,
+    *,
+    num_layers: int,
+    block_size: int,
+    mask_token_id: int,
+    target_layer_ids: tuple[int, ...] | None,
+) -> DrafterConfig:
+    """A drafter of the target's own width.
+
+    Args:
+      target: what it will draft for.
+      num_layers: drafter layers.
+      block_size: B.
+      mask_token_id: a token that the target never writes.
+      target_layer_ids: tapped layers; None spreads them.
+
+    Raises:
+      ReanchorError: a value out of range.
+    """
+    t = target.config
+    ids = spread_layer_ids(t.num_layers) if target_layer_ids is None else target_layer_ids
+    for name, got, fine, expected in (
+        ("--layers", num_layers, 1 <= num_layers <= 64, "1 to 64"),
+        ("--block-size", block_size, 2 <= block_size <= 256, "2 to 256"),
+        ("--mask-token-id", mask_token_id, 0 <= mask_token_id < t.vocab_size, f"0 to {t.vocab_size - 1}"),
+        (
+            "--target-layer-ids",
+            list(ids),
+            len(ids) > 0 and len(set(ids)) == len(ids) and all(0 <= i < t.num_layers for i in ids),
+            f"different ids from 0 to {t.num_layers - 1}",
+        ),
+    ):
+        if not fine:
+            raise ReanchorError(f"{name} is {got}; expected {expected}")
+    return DrafterConfig(
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        target_layer_ids=ids,
+        target_num_layers=t.num_layers,
+        vocab_size=t.vocab_size,
+        num_layers=num_layers,
+        layer=dataclasses.replace(t.layer, qk_norm=True),
+        rope=t.rope,
+    )
+
+
+def new_drafter(target: Target, config: DrafterConfig, start: Start, seed: int) -> Drafter:
+    """A drafter to train from, float32, for *scaled* features (see `features`).
+
+    `layers` copies the target's last layers and lets `fc` pass the last tapped feature on.
+    A context key is `k_proj @ hidden_norm(fc @ features)`, without the layer's input norm, but a
+    block token's goes through that norm: the copied norms are folded into the matrices behind
+    them, so that both ways start with the target's own projections.
+    """
+    drafter = Drafter(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
+    if start == "random":
+        return drafter
+    if config.num_layers > target.config.num_layers:
+        raise ReanchorError(
+            f"--layers is {config.num_layers}; expected at most the target's {target.config.num_layers}, "
+            "or use --start random"
+        )
+    width = config.layer.hidden_size
+    drafter.fc = nnx.Param(jnp.zeros_like(drafter.fc[...]).at[:, -width:].set(jnp.eye(width)))
+    drafter.norm = nnx.Param(target.final_norm[...].astype(jnp.float32))
+    last = jax.tree.map(lambda w: w[-config.num_layers :].astype(jnp.float32), target.layers)
+    layers = drafter.layers
+    attention_norm, mlp_norm = last.input_norm[...][:, None, :], last.post_attention_norm[...][:, None, :]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        setattr(layers, name, nnx.Param(getattr(last, name)[...] * attention_norm))
+    for name in ("gate_proj", "up_proj"):
+        setattr(layers, name, nnx.Param(getattr(last, name)[...] * mlp_norm))
+    for name in ("o_proj", "down_proj"):
+        setattr(layers, name, nnx.Param(getattr(last, name)[...]))
+    if last.q_norm is not None and last.k_norm is not None:
+        layers.q_norm, layers.k_norm = nnx.Param(last.q_norm[...]), nnx.Param(last.k_norm[...])
+    return drafter
