@@ -12,8 +12,6 @@ from safetensors.numpy import save_file
 
 from reanchor_jax.errors import ReanchorError
 
-WIDTH, MLP, HEADS, KV_HEADS, HEAD_DIM, VOCAB, LAYERS = 64, 96, 4, 2, 16, 160, 3
-
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -31,19 +29,19 @@ def target_config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
         "attention_bias": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
-        "head_dim": HEAD_DIM,
+        "head_dim": 16,
         "hidden_act": "silu",
-        "hidden_size": WIDTH,
-        "intermediate_size": MLP,
+        "hidden_size": 64,
+        "intermediate_size": 96,
         "max_position_embeddings": 512,
-        "num_attention_heads": HEADS,
-        "num_hidden_layers": LAYERS,
-        "num_key_value_heads": KV_HEADS,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
         "rms_norm_eps": 1e-5,
         "rope_scaling": None,
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
-        "vocab_size": VOCAB,
+        "vocab_size": 160,
     }
     return changed(config, changes)
 
@@ -58,7 +56,7 @@ def drafter_config(**changes: Any) -> dict[str, Any]:
         "block_size": 6,
         "dflash_config": {"mask_token_id": 150, "target_layer_ids": [0, 2]},
         "num_hidden_layers": 2,
-        "num_target_layers": LAYERS,
+        "num_target_layers": 3,
     }
     return changed(config, changes)
 
@@ -71,21 +69,23 @@ def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 def _layers(config: dict[str, Any], prefix: str, qk_norm: bool) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
+    width, mlp, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     for layer in range(config["num_hidden_layers"]):
         at = f"{prefix}layers.{layer}."
         shapes |= {
-            at + "input_layernorm.weight": (WIDTH,),
-            at + "self_attn.q_proj.weight": (HEADS * HEAD_DIM, WIDTH),
-            at + "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, WIDTH),
-            at + "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, WIDTH),
-            at + "self_attn.o_proj.weight": (WIDTH, HEADS * HEAD_DIM),
-            at + "post_attention_layernorm.weight": (WIDTH,),
-            at + "mlp.gate_proj.weight": (MLP, WIDTH),
-            at + "mlp.up_proj.weight": (MLP, WIDTH),
-            at + "mlp.down_proj.weight": (WIDTH, MLP),
+            at + "input_layernorm.weight": (width,),
+            at + "self_attn.q_proj.weight": (queries, width),
+            at + "self_attn.k_proj.weight": (keys, width),
+            at + "self_attn.v_proj.weight": (keys, width),
+            at + "self_attn.o_proj.weight": (width, queries),
+            at + "post_attention_layernorm.weight": (width,),
+            at + "mlp.gate_proj.weight": (mlp, width),
+            at + "mlp.up_proj.weight": (mlp, width),
+            at + "mlp.down_proj.weight": (width, mlp),
         }
         if qk_norm:
-            shapes |= {at + "self_attn.q_norm.weight": (HEAD_DIM,), at + "self_attn.k_norm.weight": (HEAD_DIM,)}
+            shapes |= {at + "self_attn.q_norm.weight": (head_dim,), at + "self_attn.k_norm.weight": (head_dim,)}
     return shapes
 
 
@@ -100,16 +100,17 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[st
 
 def target_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     """Tensors of a target's checkpoint."""
-    shapes = {"model.embed_tokens.weight": (VOCAB, WIDTH), "model.norm.weight": (WIDTH,)}
+    vocab, width = config["vocab_size"], config["hidden_size"]
+    shapes = {"model.embed_tokens.weight": (vocab, width), "model.norm.weight": (width,)}
     if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (VOCAB, WIDTH)
+        shapes["lm_head.weight"] = (vocab, width)
     return random_tensors(shapes | _layers(config, "model.", config["model_type"] == "qwen3"), seed)
 
 
 def drafter_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     """Tensors of a drafter's checkpoint."""
-    taps = len(config["dflash_config"]["target_layer_ids"])
-    shapes = {"fc.weight": (WIDTH, taps * WIDTH), "hidden_norm.weight": (WIDTH,), "norm.weight": (WIDTH,)}
+    taps, width = len(config["dflash_config"]["target_layer_ids"]), config["hidden_size"]
+    shapes = {"fc.weight": (width, taps * width), "hidden_norm.weight": (width,), "norm.weight": (width,)}
     return random_tensors(shapes | _layers(config, "", True), seed)
 
 

@@ -65,9 +65,9 @@ class GGUFSource:
             reader = _Reader(path)
             self._tensors = {tensor.name: tensor for tensor in reader.tensors}
             architecture = _text(reader, "general.architecture")
-            # Lists (the vocabulary) count by their length; only numbers and texts are read.
+            # Of the tokenizer's lists only the length counts: the vocabulary is not decoded here.
             values = {
-                key: len(field.data) if field.types[0] == gguf.GGUFValueType.ARRAY else field.contents()
+                key: len(field.data) if key.startswith("tokenizer.") and _is_list(field) else field.contents()
                 for key, field in reader.fields.items()
                 if key.startswith(_PREFIXES)
             }
@@ -134,6 +134,10 @@ class GGUFSource:
         if self.tensors[_FACTORS] != TensorInfo((head_dim // 2,), "F32"):
             raise ReanchorError(f"{self.name}: {_FACTORS} is {self.tensors[_FACTORS]}; expected {head_dim // 2} of F32")
         divisors = self.read(_FACTORS)
+        if not np.all((divisors >= 1) & (divisors < 1e6)):
+            raise ReanchorError(
+                f"{self.name}: {_FACTORS} holds {divisors.min():g} to {divisors.max():g}; expected 1 or more"
+            )
         scaling = Llama3Scaling(
             factor=float(divisors.max()),
             low_freq_factor=1.0,
@@ -181,6 +185,10 @@ def _read_layer(fields: Fields) -> LayerConfig:
 def _float32(value: float) -> float:
     """The shortest decimal of a float32: 9.999999747378752e-06 was written as 1e-05."""
     return float(str(np.float32(value)))
+
+
+def _is_list(field: gguf.ReaderField) -> bool:
+    return field.types[0] == gguf.GGUFValueType.ARRAY
 
 
 def _text(reader: gguf.GGUFReader, key: str) -> str:

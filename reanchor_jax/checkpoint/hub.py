@@ -8,7 +8,7 @@ from pathlib import Path
 from reanchor_jax.errors import ReanchorError
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*"]
+_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 """Configs, weights and tokenizer files: never code, never pickles."""
 
 
@@ -25,13 +25,21 @@ def resolve(source: str | Path, revision: str | None = None) -> Path:
     Raises:
       ReanchorError: there is no such thing, or it cannot be fetched.
     """
-    path = Path(source).expanduser()
-    if path.exists():
+    try:
+        path = Path(source).expanduser()
+        local = source != "" and path.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long, a home that is not there
+        raise ReanchorError(
+            f"{str(source)[:80]!r} cannot be opened: {str(error)[:80]}; expected a path or a hub id"
+        ) from None
+    if local:
         if revision is not None:
             raise ReanchorError(f"{source} is a local path; expected no revision with it, which is for hub ids")
         return path
     if isinstance(source, Path) or not _REPOSITORY.fullmatch(source) or ".." in source:
-        raise ReanchorError(f"{source} does not exist; expected a checkpoint folder, a GGUF file or a hub id org/name")
+        raise ReanchorError(
+            f"{str(source)!r} does not exist; expected a checkpoint folder, a GGUF file or a hub id org/name"
+        )
     return _download(source, revision)
 
 
