@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from reanchor_jax.checkpoint.fill import named_parameters
@@ -128,8 +130,10 @@ def _write(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray],
         places[1].unlink(missing_ok=True)
         for path, place in zip(aside, places, strict=True):
             os.replace(path, place)
-    except OSError as error:
-        raise ReanchorError(f"{folder} cannot be written: {error.strerror or error}; choose another folder") from None
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ReanchorError(f"{folder} cannot be written: {reason}; choose another folder") from None
     finally:
         for path in aside:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
