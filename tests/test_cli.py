@@ -57,7 +57,7 @@ def test_streams_text_then_the_report(folders, plain, capsys, all_accepted):
     assert result.code == 0 and result.err == ""
     assert text == load_tokenizer(folders.target).decode(plain[1])
     assert f" 4.00 tokens per round (6 rounds, {NEW} tokens, 1 beyond the end)" in report
-    assert "rounds   4 █ 4 tokens: 4:6" in report and "nodes    4.0 nodes per round" in report
+    assert "rounds      █ (4:6, tokens:rounds)" in report and "nodes    4.0 nodes per round" in report
     assert f"lossless yes ({NEW} of {NEW} tokens equal plain decoding)" in report and "times its speed" in report
     for word in ("tokens/s", "load", "compile", "prefill", "decode", "device   cpu, float32"):
         assert word in report

@@ -10,7 +10,7 @@ from reanchor_jax.cli.text import AnswerText, StopScanner
 from reanchor_jax.tokenizer import load_tokenizer
 from tests.test_tokenizer import END, spell, write_gguf
 
-SETTINGS = {"dtype": "float32", "method": "ar", "temperature": 0.0}
+SETTINGS = {"dtype": "float32", "method": "dflash", "draft_rule": "greedy", "temperature": 0.0}
 
 
 def first_stop(text: str, stops: list[str]) -> str | None:
@@ -87,6 +87,6 @@ def test_report_lines_add_up():
     answer.clipped, answer.decode_seconds = 1, 0.5
     lines = make_report([answer], [], SETTINGS, 1.0, "cpu").splitlines()
     assert lines[0] == "tau      2.67 tokens per round (3 rounds, 8 tokens, 1 beyond the end)"
-    assert lines[1] == "rounds   1 █ ██ 4 tokens: 1:1 3:1 4:1"
+    assert lines[1] == "rounds   █ ██ (1:1 3:1 4:1, tokens:rounds)"
     assert lines[2:4] == ["nodes    5.0 nodes per round", "speed    14.0 tokens/s"]
     assert "no rounds" in make_report([Answer([1], token_ids=[3])], [], SETTINGS, 1.0, "cpu")

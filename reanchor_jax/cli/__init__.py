@@ -1,8 +1,14 @@
-"""The command line `python -m reanchor_jax.generate`.
+"""The command line `python -m reanchor_jax.generate`, in the order of a run:
 
-arguments   flags to `Options`             session   pair, tokenizer, conversations
-prompts     PROMPT or JSONL to `Prompt`    decoder   compiled programs, one turn's `Answer`
-text        stop strings in a stream       check     comparison with plain decoding
-output      result file, resume            trace     what happened in every round
-report      statistics for people          main      all of it in order, exit codes
+arguments      flags to `Options`
+prompts        PROMPT or a JSONL file to `Prompt`s
+models         checkpoints and tokenizer, held against the request before weights are read
+session        prompts to answers, turn by turn
+decoder        one turn, by `programs` (compiled), into `answer` and its `text`
+check          comparison with plain decoding
+trace          what happened in every round
+output         results as JSON, resuming
+report         statistics for people
+compile_cache  compiled programs on disk
+main           all of it, errors and exit codes
 """

@@ -38,7 +38,7 @@ def make_report(
     clipped = f", {total.clipped} beyond the end" if total.clipped else ""
     rows = [
         ("tau", f"{per_round} ({rounds} rounds, {len(total.token_ids)} tokens{clipped})"),
-        ("rounds", _histogram(total.committed)),
+        ("rounds", _histogram(total.committed) if settings["method"] != "ar" else ""),
         ("nodes", f"{nodes}{cut}"),
         ("speed", f"{_speed(answers):.1f} tokens/s" if rounds else "not measured"),
         (
@@ -66,13 +66,15 @@ def _method(settings: dict[str, Any]) -> str:
 
 
 def _histogram(committed: Sequence[int]) -> str:
-    """`1 █▄ ▁ 4   1:30 2:12 4:3`: how many rounds committed 1, 2, 3, 4 tokens."""
+    """`█▄ ▁ (1:30 2:12 4:3, tokens:rounds)`: 30 rounds committed 1 token, 12 rounds 2, 3 rounds 4."""
     if not committed:
         return ""
     counts = Counter(committed)
-    low, high, most = min(counts), max(counts), max(counts.values())
-    bars = "".join(_BARS[-(-counts[n] * len(_BARS) // most) - 1] if counts[n] else " " for n in range(low, high + 1))
-    return f"{low} {bars} {high} tokens: " + " ".join(f"{n}:{counts[n]}" for n in sorted(counts))
+    most = max(counts.values())
+    bars = "".join(
+        _BARS[-(-counts[n] * len(_BARS) // most) - 1] if counts[n] else " " for n in range(1, max(counts) + 1)
+    )
+    return f"{bars} ({' '.join(f'{n}:{counts[n]}' for n in sorted(counts))}, tokens:rounds)"
 
 
 def _lossless(checks: Sequence[Check]) -> str:
