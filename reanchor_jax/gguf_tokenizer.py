@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from reanchor_jax.checkpoint.gguf_file import open_gguf
 from reanchor_jax.errors import ReanchorError
 
 # How a text is cut before byte-level BPE, by the file's name for it (`tokenizer.ggml.pre`).
@@ -28,10 +29,8 @@ def read_gguf_tokenizer(path: Path) -> tuple[Any, tuple[int, ...]]:
     The ids that end a text are the file's eos, eot (end of turn) and eom (end of message) ids.
     Raises ReanchorError for a file that is no GGUF file, has no tokenizer, or has one of another kind.
     """
-    from gguf import GGUFReader
-
     try:
-        fields = GGUFReader(path).fields
+        fields = open_gguf(path).fields
     except Exception as error:  # the reader trusts its input: a damaged file raises anything
         reason = " ".join(str(error).split())
         raise ReanchorError(f"{path} is not a readable GGUF file: {reason}; fetch the file again") from error

@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType
 
 from reanchor_jax.checkpoint.fields import Fields
 from reanchor_jax.checkpoint.fill import TensorInfo
+from reanchor_jax.checkpoint.gguf_file import open_gguf
 from reanchor_jax.checkpoint.hf_config import MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH
 from reanchor_jax.config import LayerConfig, Llama3Scaling, RopeConfig, TargetConfig
 from reanchor_jax.errors import ReanchorError
@@ -39,17 +40,6 @@ def dequantizable(kind: GGMLQuantizationType) -> bool:
     return True
 
 
-class _Reader(gguf.GGUFReader):
-    """Refuses to read past the end, where the base class goes on with empty arrays: a damaged
-    length of 2**60 would keep it busy for ever."""
-
-    def _get(self, offset, dtype, count=1, *args, **kwargs):
-        found = super()._get(offset, dtype, count, *args, **kwargs)
-        if len(found) != count:
-            raise ValueError("it ends too early")
-        return found
-
-
 class GGUFSource:
     """An open GGUF file: its config, its headers, its tensors as float32."""
 
@@ -62,7 +52,7 @@ class GGUFSource:
         """
         self.name = str(path)
         try:
-            reader = _Reader(path)
+            reader = open_gguf(path)
             self._tensors = {tensor.name: tensor for tensor in reader.tensors}
             architecture = _text(reader, "general.architecture")
             # Of the tokenizer's lists only the length counts: the vocabulary is not decoded here.
