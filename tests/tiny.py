@@ -1,0 +1,265 @@
+"""Tiny random pairs, prompts, and drafters whose blocks are written by the test.
+
+The pairs are random but not dull: weights are scaled so that the next token depends on all
+earlier ones and texts do not repeat at once, and norm weights are drawn around 1 so that a
+missing or swapped one shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from reanchor_jax import decode
+from reanchor_jax.config import DecodeConfig, DrafterConfig, LayerConfig, RopeConfig, TargetConfig
+from reanchor_jax.draft import Blocks
+from reanchor_jax.drafter import Drafter
+from reanchor_jax.loop import Generation, generate
+from reanchor_jax.pair import Pair
+from reanchor_jax.prefill import prefill
+from reanchor_jax.state import DecodeState, RoundRecord
+from reanchor_jax.target import Target
+
+GAINS = {"q_proj": 4.0, "q_norm": 4.0, "embedding": 0.3}
+"""Sharp attention over a small embedding: without them a greedy text is one token over and over."""
+
+QUICK = {"xla_backend_optimization_level": 0}
+"""Compiler options for tests that compile many programs: half the compile time, same arithmetic."""
+
+ROPE = RopeConfig(theta=1e4, scaling=None)
+
+
+def layer_config(*, qk_norm: bool, width: int = 32) -> LayerConfig:
+    """4 query heads over 2 key/value heads of dim 8."""
+    return LayerConfig(
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        qk_norm=qk_norm,
+    )
+
+
+def make_pair(
+    block_size: int, *, family: str = "llama", tied: bool = True, vocab_size: int = 16, width: int = 32, seed: int = 0
+) -> Pair:
+    """A random float32 pair: a `llama` or `qwen3` target of 3 layers and a drafter of 2."""
+    target_config = TargetConfig(
+        model_type=family,
+        vocab_size=vocab_size,
+        num_layers=3,
+        layer=layer_config(qk_norm=family == "qwen3", width=width),
+        rope=ROPE,
+        tie_word_embeddings=tied,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_ids=(),
+    )
+    drafter_config = DrafterConfig(
+        block_size=block_size,
+        mask_token_id=vocab_size - 1,
+        target_layer_ids=(2, 0),  # not in order, and the last layer, whose feature is normed
+        target_num_layers=3,
+        vocab_size=vocab_size,
+        num_layers=2,
+        layer=layer_config(qk_norm=True, width=width),
+        rope=ROPE,
+    )
+    dtype = jnp.dtype(jnp.float32)
+    return Pair(
+        _random(lambda: Target(target_config, dtype=dtype, rngs=nnx.Rngs(0)), seed),
+        _random(lambda: Drafter(drafter_config, dtype=dtype, rngs=nnx.Rngs(0)), seed + 1),
+    )
+
+
+def _random(make: Callable[[], Any], seed: int) -> Any:
+    """The module that `make` builds, with NumPy's random weights: nothing is compiled."""
+    rng = np.random.default_rng(seed)
+
+    def fill(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if "norm" in jax.tree_util.keystr(path):
+            values = rng.uniform(0.7, 1.3, leaf.shape)
+        else:
+            values = rng.normal(size=leaf.shape) * leaf.shape[-1] ** -0.5
+        gain = next((gain for name, gain in GAINS.items() if name in jax.tree_util.keystr(path)), 1.0)
+        return jnp.asarray(gain * values, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(fill, jax.eval_shape(make))
+
+
+class Prompts(NamedTuple):
+    """A batch of padded prompts."""
+
+    ids: jax.Array  # [R, P]
+    lens: jax.Array  # [R]
+    keys: jax.Array  # [R]
+
+
+def make_prompts(num_rows: int = 4, size: int = 8, vocab_size: int = 16, seed: int = 0) -> Prompts:
+    """Random prompts of different lengths, padded with token 0; the first fills its row."""
+    rng = np.random.default_rng(seed)
+    lens = [max(1, size - 3 * row) for row in range(num_rows)]
+    ids = rng.integers(0, vocab_size, (num_rows, size)) * (np.arange(size)[None, :] < np.array(lens)[:, None])
+    keys = jax.random.split(jax.random.key(seed), num_rows)
+    return Prompts(jnp.asarray(ids, jnp.int32), jnp.asarray(lens, jnp.int32), keys)
+
+
+def run(pair: Pair, prompts: Prompts, config: DecodeConfig, max_new_tokens: int) -> Generation:
+    """`generate` over a batch, as NumPy arrays with rows in front."""
+    fn = functools.partial(generate, config=config, max_new_tokens=max_new_tokens)
+    rows = jax.vmap(lambda pair, ids, n, key: fn(pair, ids, n, key=key), in_axes=(None, 0, 0, 0))
+    return jax.device_get(jax.jit(rows, compiler_options=QUICK)(pair, *prompts))
+
+
+def check_counts(result: Generation) -> None:
+    """Counters and text of a batch add up."""
+    counts, rounds = result.counts, np.asarray(result.rounds)
+    used = np.arange(np.shape(counts.committed)[1])[None, :] < rounds[:, None]
+    np.testing.assert_array_equal(counts.committed, (np.asarray(counts.accepted) + 1) * used)
+    assert not np.any(np.asarray(counts.accepted)[~used])
+    total = np.sum(counts.committed, axis=1) - result.clipped
+    # The first token belongs to no round; a limit of 0 drops it.
+    np.testing.assert_array_equal(result.num_tokens, np.where(np.asarray(result.num_tokens) > 0, total + 1, total))
+    inside = np.arange(np.shape(result.tokens)[1])[None, :] < np.asarray(result.num_tokens)[:, None]
+    assert not np.any(np.asarray(result.tokens)[~inside])
+
+
+# Scripted drafters: ORACLE drafts plain decoding's own tokens, ANTI none of them, MIX-k the first k.
+
+
+class Script(NamedTuple):
+    """What a scripted drafter proposes. All fields may be traced: one compile serves many."""
+
+    plain: jax.Array  # [S] int32 plain decoding's token at every absolute position
+    right: jax.Array  # [2] int32 right drafts of the baseline block, and of every shifted block
+    lucky: jax.Array  # () bool: shifted anchors are plain decoding's tokens too
+
+
+def oracle(plain: jax.Array) -> Script:
+    """Every draft is accepted."""
+    return Script(plain, jnp.array([10**6, 10**6], jnp.int32), jnp.bool_(False))
+
+
+def anti(plain: jax.Array) -> Script:
+    """No draft is accepted."""
+    return Script(plain, jnp.array([0, 0], jnp.int32), jnp.bool_(False))
+
+
+def mix(plain: jax.Array, right: int, shifted: int | None = None, lucky: bool = False) -> Script:
+    """`right` drafts of the baseline are accepted; shifted blocks are right for `shifted` slots."""
+    shifted = right if shifted is None else shifted
+    return Script(plain, jnp.array([right, shifted], jnp.int32), jnp.bool_(lucky))
+
+
+def scripted_blocks(script: Script, vocab_size: int) -> Callable[..., Blocks]:
+    """A `draft_blocks` that reads a script instead of asking a network."""
+
+    def draft_blocks(pair: Pair, state: DecodeState, config: DecodeConfig, noise: jax.Array | None) -> Blocks:
+        assert pair.drafter is not None
+        size = pair.drafter.config.block_size
+        num_blocks = config.num_blocks(size)
+        offsets = jnp.arange(num_blocks)
+        slots = jnp.arange(size)
+        positions = state.length + offsets[:, None] + slots[None, :]
+        tokens = script.plain[jnp.minimum(positions, script.plain.shape[0] - 1)]
+        right = script.right[jnp.minimum(offsets, 1)]
+        # Slot k is draft k; a token that is off by one is never plain decoding's own.
+        tokens = jnp.where(slots[None, :] > right[:, None], (tokens + 1) % vocab_size, tokens)
+        anchors = jnp.concatenate([state.tokens[state.length][None], state.suffix.tokens[: num_blocks - 1]])
+        anchors = jnp.where(script.lucky & (offsets > 0), tokens[:, 0], anchors)
+        return Blocks(tokens.at[:, 0].set(anchors), offsets <= state.suffix.count)
+
+    return draft_blocks
+
+
+def scripted(script: Script | None, vocab_size: int) -> Any:
+    """Context in which traced rounds draft by the script; None leaves the drafter in place."""
+    if script is None:
+        return contextlib.nullcontext()
+    return mock.patch.object(decode, "draft_blocks", scripted_blocks(script, vocab_size))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "max_new_tokens"), compiler_options=QUICK)
+def generate_scripted(
+    pair: Pair,
+    script: Script | None,
+    prompt_ids: jax.Array,
+    prompt_len: jax.Array,
+    key: jax.Array,
+    limit: jax.Array,
+    eos_ids: jax.Array,
+    *,
+    config: DecodeConfig,
+    max_new_tokens: int,
+) -> Generation:
+    """`generate` with a scripted drafter; one compile per config, whatever the script."""
+    with scripted(script, pair.target.config.vocab_size):
+        return generate(
+            pair,
+            prompt_ids,
+            prompt_len,
+            key=key,
+            config=config,
+            max_new_tokens=max_new_tokens,
+            limit=limit,
+            eos_ids=eos_ids,
+        )
+
+
+def plain_table(prompt_ids: jax.Array, prompt_len: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Prompt and plain decoding's tokens by absolute position, for `Script.plain`."""
+    return jnp.concatenate([prompt_ids[: int(prompt_len)], jnp.asarray(tokens)])
+
+
+# Streaming: the caller drives the rounds.
+
+
+start_stream = jax.jit(prefill, static_argnames=("config", "max_new_tokens"), compiler_options=QUICK)
+
+
+@functools.partial(jax.jit, static_argnames="config", compiler_options=QUICK)
+def step(
+    pair: Pair, script: Script | None, state: DecodeState, *, config: DecodeConfig
+) -> tuple[DecodeState, RoundRecord]:
+    """One round, drafted by the script where there is one."""
+    with scripted(script, pair.target.config.vocab_size):
+        return decode.decode_round(pair, state, config)
+
+
+class Stream(NamedTuple):
+    """A run driven from Python."""
+
+    tokens: list[int]
+    records: list[RoundRecord]
+    states: list[DecodeState]
+    """The state before the first round, and behind every round."""
+
+    @property
+    def committed(self) -> list[int]:
+        """Committed tokens per round, the last one in full."""
+        return [int(record.committed) for record in self.records]
+
+
+def stream(pair: Pair, state: DecodeState, config: DecodeConfig, script: Script | None = None) -> Stream:
+    """Rounds until the state is done; the text is read off the records, round by round."""
+    tokens = [int(state.tokens[state.length])][: int(state.generated)]
+    states, records = [state], []
+    while not state.done:
+        state, record = step(pair, script, state, config=config)
+        host = jax.device_get(record)
+        assert host.start == len(tokens)
+        issued = host.target_tokens[host.path[: host.committed]]
+        tokens += issued[: host.committed - host.clipped].tolist()
+        records.append(host)
+        states.append(state)
+    return Stream(tokens, records, states)
