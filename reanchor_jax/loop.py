@@ -115,7 +115,8 @@ def decode_loop(
         state.first_logprobs,
     )
     loop = _Loop(state, jnp.int32(0), RoundCounts(zeros, zeros, zeros, zeros, zeros), jnp.int32(0), logprobs)
-    loop = jax.lax.while_loop(lambda loop: ~loop.state.done, lambda loop: _step(pair, loop, config), loop)
+    if max_new_tokens:  # a capacity of 0 has no slot to count a round in
+        loop = jax.lax.while_loop(lambda loop: ~loop.state.done, lambda loop: _step(pair, loop, config), loop)
 
     num_tokens = loop.state.generated
     slots = jnp.arange(max_new_tokens)
