@@ -21,16 +21,10 @@ for --drafter of the other commands). The same command line goes on with a run t
 by Ctrl-C or by force. Exit codes: 0 done; 2 bad input, one line on stderr; 130 interrupted.
 """
 
-_TRAINING = [
-    "train_vocab",
-    "feature_dtype",
-    "memo_gb",
-    "log_every",
-    "eval_every",
-    "checkpoint_every",
-    "tau_prompts",
-    "tau_tokens",
-]
+_TRAINING = (
+    *("train_vocab", "feature_dtype", "memo_gb"),
+    *("log_every", "eval_every", "checkpoint_every", "tau_prompts", "tau_tokens"),
+)
 """Flags that are fields of `TrainConfig` as they are."""
 
 

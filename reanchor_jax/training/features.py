@@ -9,11 +9,11 @@ would jump and the others hardly move. Training therefore sees `features / scale
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from flax import nnx
 
@@ -26,6 +26,15 @@ SCALE_BATCHES = 4
 """Batches that the scale is measured on."""
 
 
+@partial(jax.jit, static_argnames=("tap_ids", "dtype"))
+def scaled_features(
+    target: Target, tokens: jax.Array, scale: jax.Array, *, tap_ids: tuple[int, ...], dtype: str
+) -> jax.Array:
+    """The target's features [R, T, C*D] of texts [R, T], divided by the scale [C*D]."""
+    features = jax.vmap(lambda row: text_features(target, row, tap_ids))(tokens)
+    return (features / scale[None, None]).astype(dtype)
+
+
 class FeatureSource:
     """Features of the batches of one run: the target forward, remembered up to a budget.
 
@@ -33,16 +42,9 @@ class FeatureSource:
     """
 
     def __init__(self, target: Target, tap_ids: tuple[int, ...], dtype: str, budget_bytes: int):
-        self._target = target
-        self._dtype: Any = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
+        self._target, self._tap_ids, self._dtype = target, tap_ids, dtype
         self._left = budget_bytes
         self._kept: dict[int, np.ndarray] = {}
-        self._raw = jax.jit(lambda target, tokens: jax.vmap(lambda row: text_features(target, row, tap_ids))(tokens))
-        self._scaled = jax.jit(
-            lambda target, tokens, scale: (
-                jax.vmap(lambda row: text_features(target, row, tap_ids))(tokens) / scale[None, None]
-            ).astype(self._dtype)
-        )
         width = len(tap_ids) * target.config.layer.hidden_size
         self.scale = jnp.ones(width, jnp.float32)
 
@@ -50,7 +52,7 @@ class FeatureSource:
         """Sets the scale to each dimension's root mean square over some batches."""
         total, count = np.zeros(self.scale.shape[0]), 0
         for batch in batches[:: -(-len(batches) // SCALE_BATCHES)]:
-            rows = np.asarray(self._raw(self._target, batch.tokens), np.float64)
+            rows = np.asarray(self._compute(batch, "float32"), np.float64)
             real = np.arange(rows.shape[1])[None, :] < batch.lengths[:, None]
             total += np.sum(np.where(real[..., None], rows**2, 0.0), axis=(0, 1))
             count += int(real.sum())
@@ -60,11 +62,14 @@ class FeatureSource:
         """Scaled features [R, T, C*D] of batch `index` (None: do not remember)."""
         if index is not None and index in self._kept:
             return self._kept[index]
-        features = np.asarray(self._scaled(self._target, batch.tokens, self.scale))
+        features = np.asarray(self._compute(batch, self._dtype))
         if index is not None and features.nbytes <= self._left:
             self._left -= features.nbytes
             self._kept[index] = features
         return features
+
+    def _compute(self, batch: Batch, dtype: str) -> jax.Array:
+        return scaled_features(self._target, batch.tokens, self.scale, tap_ids=self._tap_ids, dtype=dtype)
 
 
 def fold_scale(drafter: Drafter, scale: jax.Array) -> Drafter:

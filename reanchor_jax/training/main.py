@@ -66,7 +66,6 @@ def _train(options: Options) -> None:
         drafter = new_drafter(target, drafter_config, options.start, options.config.seed)
     texts, held_out = _texts(options, source, target)
     with _progress("training", options.config.optimizer.steps) as (on_step, echo):
-        echo(f"{len(texts)} texts, {len(held_out)} held out")
         train(
             target,
             drafter,

@@ -45,14 +45,14 @@ class TinyPairConfig:
     target_steps: int = 420
     target_rows: int = 16
     target_learning_rate: float = 4e-3
-    num_prompts: int = 1024
+    num_prompts: int = 768
     """Prompts whose answers train the drafter."""
-    num_held_out: int = 48
+    num_held_out: int = 44
     num_layers: int = 3
     block_size: int = 16
     target_layer_ids: tuple[int, ...] = (0, 2, 4)
     start: Start = "random"
-    steps: int = 700
+    steps: int = 240
     num_rows: int = 16
     num_anchors: int = 8
     learning_rate: float = 4e-3
@@ -123,8 +123,8 @@ def make_tiny_pair(
             gamma=config.gamma,
             seed=config.seed,
             tau_prompts=0,
-            eval_every=200,
-            checkpoint_every=200,
+            eval_every=120,
+            checkpoint_every=120,
         ),
         folder / "run",
         start_is_scaled=True,

@@ -28,7 +28,7 @@ from reanchor_jax.training.checkpoints import Checkpoints, check_settings
 from reanchor_jax.training.data import Text, batch_index, frequent_tokens, make_batches
 from reanchor_jax.training.evaluate import HeldOut, held_out_sums, make_decoder, summary
 from reanchor_jax.training.features import FeatureSource, fold_scale
-from reanchor_jax.training.loss import Batch, block_loss, make_head
+from reanchor_jax.training.loss import Batch, Head, block_loss, make_head
 from reanchor_jax.training.optimizer import OptimizerConfig, make_optimizer, update
 
 
@@ -70,6 +70,44 @@ class TrainState(NamedTuple):
 
     drafter: Drafter
     opt_state: Any
+
+
+@partial(jax.jit, static_argnames="optimizer")
+def init_optimizer(drafter: Drafter, *, optimizer: OptimizerConfig) -> Any:
+    """Moments of the drafter's parameters, and of nothing else."""
+    params: Any = drafter  # optax names no modules among its pytrees
+    return make_optimizer(optimizer).init(params)
+
+
+@partial(jax.jit, static_argnames=("optimizer", "num_anchors", "gamma"), donate_argnames="state")
+def train_step(
+    state: TrainState,
+    target: Target,
+    head: Head,
+    batch: Batch,
+    features: jax.Array,
+    key: jax.Array,
+    *,
+    optimizer: OptimizerConfig,
+    num_anchors: int,
+    gamma: float,
+) -> tuple[TrainState, jax.Array]:
+    """One optimizer step, and its loss; arguments as in `block_loss`. The state is donated."""
+    loss_of = partial(block_loss, num_anchors=num_anchors, gamma=gamma)
+    features = features.astype(jnp.float32)
+    loss, gradient = jax.value_and_grad(loss_of)(state.drafter, target, head, batch, features, key)
+    drafter, opt_state = update(make_optimizer(optimizer), gradient, state.opt_state, state.drafter)
+    return TrainState(drafter, opt_state), loss
+
+
+@partial(jax.jit, static_argnames=("num_anchors", "gamma"))
+def evaluate_batch(
+    drafter: Drafter, target: Target, head: Head, batch: Batch, features: jax.Array, key: jax.Array,
+    *, num_anchors: int, gamma: float,
+) -> HeldOut:  # fmt: skip
+    """`held_out_sums`, compiled."""
+    features = features.astype(jnp.float32)
+    return held_out_sums(drafter, target, head, batch, features, key, num_anchors=num_anchors, gamma=gamma)
 
 
 def train(
@@ -147,29 +185,15 @@ class _Run:
         self.features.measure_scale(batches)
         ids = None if config.train_vocab is None else frequent_tokens(texts, config.train_vocab)
         self.head, self.whole_head = make_head(target, ids), make_head(target, None)
-        self.optimizer = make_optimizer(config.optimizer)
+        self.sizes = {"num_anchors": config.num_anchors, "gamma": config.gamma}
         self.key = jax.random.key(config.seed)
         self.decode = make_decoder(DecodeConfig(method="dflash"), config.tau_tokens)
-        sizes = {"num_anchors": config.num_anchors, "gamma": config.gamma}
-        loss_of = partial(block_loss, **sizes)
-
-        @partial(jax.jit, donate_argnums=0)
-        def step(state: TrainState, target, head, batch, features, key):
-            features = features.astype(jnp.float32)
-            loss, gradient = jax.value_and_grad(loss_of)(state.drafter, target, head, batch, features, key)
-            drafter, opt_state = update(self.optimizer, gradient, state.opt_state, state.drafter)
-            return TrainState(drafter, opt_state), loss
-
-        @jax.jit
-        def evaluate(drafter, target, head, batch, features, key):
-            return held_out_sums(drafter, target, head, batch, features.astype(jnp.float32), key, **sizes)
-
-        self._step, self._evaluate = step, evaluate
-        # A copy: `step` donates its state, and the caller keeps `start`.
+        # A copy: `train_step` donates its state, and the caller keeps `start`.
         drafter = fold_scale(start, jnp.ones_like(self.features.scale) if start_is_scaled else self.features.scale)
-        self.state = TrainState(drafter, jax.jit(self.optimizer.init)(drafter))
+        self.state = TrainState(drafter, init_optimizer(drafter, optimizer=config.optimizer))
         self.checkpoints = Checkpoints(folder / "checkpoints")
         self.done = self.checkpoints.latest() or 0
+        echo(f"{len(texts)} texts in {len(batches)} batches, {len(held_out)} texts held out")
         if self.done:
             self.state = self.checkpoints.restore(self.done, self.state)
             self.echo(f"resumed {folder} at step {self.done}")
@@ -210,10 +234,13 @@ class _Run:
 
     def step(self, number: int) -> jax.Array:
         """One step; everything in it is a function of its number."""
-        index = batch_index(number, len(self.batches), self.config.seed)
+        config = self.config
+        index = batch_index(number, len(self.batches), config.seed)
         batch, key = self.batches[index], jax.random.fold_in(self.key, number)
         features = self.features(index, batch)
-        self.state, loss = self._step(self.state, self.target, self.head, batch, features, key)
+        self.state, loss = train_step(
+            self.state, self.target, self.head, batch, features, key, optimizer=config.optimizer, **self.sizes
+        )
         return loss
 
     def drafter(self) -> Drafter:
@@ -232,7 +259,7 @@ class _Run:
             # Behind the training batches' numbers, so that held-out features are remembered too.
             features = self.features(len(self.batches) + i, batch)
             key = jax.random.fold_in(jax.random.key(0), i)
-            part = self._evaluate(self.state.drafter, self.target, self.whole_head, batch, features, key)
+            part = evaluate_batch(self.state.drafter, self.target, self.whole_head, batch, features, key, **self.sizes)
             part = jax.device_get(part)
             sums = part if sums is None else HeldOut(*(a + b for a, b in zip(sums, part, strict=True)))
         assert sums is not None

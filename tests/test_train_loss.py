@@ -1,0 +1,182 @@
+"""Training blocks are what inference drafts, and their loss is what the formula says."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reanchor_jax.config import DecodeConfig
+from reanchor_jax.draft import draft_blocks
+from reanchor_jax.pair import Pair
+from reanchor_jax.prefill import prefill
+from reanchor_jax.training import loss as loss_module
+from reanchor_jax.training.blocks import Anchors, block_hidden, block_labels, sample_anchors, text_features
+from reanchor_jax.training.features import fold_scale
+from reanchor_jax.training.loss import Batch, block_loss, head_cross_entropy, make_head, position_weights
+from tests.tiny import make_pair
+
+BLOCK = 5
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return make_pair(BLOCK, tied=False)
+
+
+@pytest.fixture(scope="module")
+def tokens() -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).integers(0, 15, 24), jnp.int32)
+
+
+def features_of(pair: Pair, tokens: jax.Array) -> jax.Array:
+    return text_features(pair.target, tokens, pair.drafter.config.target_layer_ids)
+
+
+@pytest.mark.parametrize("anchor", [3, 11, 19])
+def test_training_block_equals_inference_drafting(pair: Pair, tokens: jax.Array, anchor: int):
+    features = features_of(pair, tokens)
+    hidden = block_hidden(pair.target, pair.drafter, tokens, features, jnp.array([anchor, 7]))[0]
+
+    config = DecodeConfig(method="dflash")
+    state = prefill(pair, tokens, jnp.int32(anchor), key=jax.random.key(0), config=config, max_new_tokens=8)
+    # Prefill chose its own first token; the text's is the anchor here.
+    state = dataclasses.replace(state, tokens=state.tokens.at[anchor].set(tokens[anchor]))
+    context = pair.drafter.context(features, jnp.arange(tokens.shape[0]))
+    np.testing.assert_allclose(context.k[:, :, :anchor], state.context.k[:, :, :anchor], atol=2e-5)
+    np.testing.assert_allclose(context.v[:, :, :anchor], state.context.v[:, :, :anchor], atol=2e-5)
+    drafts = draft_blocks(pair, state, config, None).tokens[0, 1:]
+    np.testing.assert_array_equal(drafts, jnp.argmax(pair.target.logits(hidden), axis=-1))
+
+    block = pair.target.embed(jnp.array([int(tokens[anchor]), *[pair.drafter.config.mask_token_id] * (BLOCK - 1)]))
+    empty = jax.tree.map(lambda x: x[:, :, :0], state.context)
+
+    def inference(cache_len: int) -> jax.Array:
+        places = anchor + jnp.arange(BLOCK)
+        return pair.drafter(block, places, state.context, jnp.int32(cache_len), empty, jnp.int32(0))[1:]
+
+    np.testing.assert_allclose(hidden, inference(anchor), atol=2e-5)
+    # Negative control: one more or one fewer context position is far outside the tolerance.
+    assert np.max(np.abs(hidden - inference(anchor - 1))) > 1e-2
+    assert np.max(np.abs(hidden - inference(anchor + 1))) > 1e-2
+
+
+def test_blocks_do_not_see_later_tokens_or_other_blocks(pair: Pair, tokens: jax.Array):
+    anchors = jnp.array([6, 9])
+    before = block_hidden(pair.target, pair.drafter, tokens, features_of(pair, tokens), anchors)
+    changed = tokens.at[7:].set((tokens[7:] + 1) % 15)
+    after = block_hidden(pair.target, pair.drafter, changed, features_of(pair, changed), anchors)
+    np.testing.assert_allclose(before[0], after[0], atol=1e-6)
+    assert np.max(np.abs(before[1] - after[1])) > 1e-2
+
+
+def test_anchor_example():
+    anchors = sample_anchors(jax.random.key(0), jnp.int32(5), jnp.int32(9), 16, 6)
+    assert sorted(np.asarray(anchors.positions)[np.asarray(anchors.valid)].tolist()) == [5, 6, 7]
+    few = sample_anchors(jax.random.key(1), jnp.int32(5), jnp.int32(9), 16, 2)
+    assert np.all(few.valid) and len(set(np.asarray(few.positions).tolist())) == 2
+    nothing = sample_anchors(jax.random.key(1), jnp.int32(0), jnp.int32(0), 16, 2)
+    assert not np.any(nothing.valid)
+
+
+def test_label_example():
+    tokens = jnp.arange(100, 116)
+    anchors = Anchors(jnp.array([6, 2]), jnp.array([True, False]))
+    labels, valid = block_labels(tokens, jnp.int32(9), anchors, 4)
+    assert labels[0, :2].tolist() == [107, 108]
+    assert valid.tolist() == [[True, True, False], [False, False, False]]
+
+
+def numpy_loss(pair: Pair, batch: Batch, key: jax.Array, num_anchors: int, gamma: float, kept: list[int]) -> float:
+    """The same quantity in plain loops: one inference call per block, logits in float64."""
+    total = weight = 0.0
+    head = np.asarray(pair.target.lm_head[...], np.float64)
+    for row, row_key in enumerate(jax.random.split(key, batch.tokens.shape[0])):
+        text, length = batch.tokens[row], int(batch.lengths[row])
+        anchors = sample_anchors(row_key, batch.prompt_lens[row], batch.lengths[row], len(text), num_anchors)
+        context = pair.drafter.context(features_of(pair, jnp.asarray(text)), jnp.arange(len(text)))
+        empty = jax.tree.map(lambda x: x[:, :, :0], context)
+        for anchor, valid in zip(anchors.positions.tolist(), anchors.valid.tolist(), strict=True):
+            if not valid:
+                continue
+            block = [int(text[anchor]), *[pair.drafter.config.mask_token_id] * (BLOCK - 1)]
+            hidden = pair.drafter(
+                pair.target.embed(jnp.array(block)),
+                anchor + jnp.arange(BLOCK),
+                context,
+                jnp.int32(anchor),
+                empty,
+                jnp.int32(0),
+            )
+            for k in range(1, BLOCK):
+                if anchor + k >= length or int(text[anchor + k]) not in kept:
+                    continue
+                logits = head[kept] @ np.asarray(hidden[k], np.float64)
+                wanted = logits[kept.index(int(text[anchor + k]))]
+                w = np.exp(-(k - 1) / gamma)
+                total += w * (np.log(np.sum(np.exp(logits - logits.max()))) + logits.max() - wanted)
+                weight += w
+    return total / weight
+
+
+@pytest.mark.parametrize("kept", [list(range(16)), [1, 2, 3, 5, 8, 13]])
+def test_loss_equals_numpy(pair: Pair, kept: list[int]):
+    rng = np.random.default_rng(1)
+    batch = Batch(
+        rng.integers(0, 15, (3, 24)).astype(np.int32), np.array([4, 9, 0], np.int32), np.array([20, 13, 0], np.int32)
+    )
+    features = jax.vmap(lambda row: features_of(pair, row))(jnp.asarray(batch.tokens))
+    key = jax.random.key(3)
+    head = make_head(pair.target, np.array(kept))
+    got = block_loss(pair.drafter, pair.target, head, batch, features, key, num_anchors=6, gamma=2.5)
+    np.testing.assert_allclose(got, numpy_loss(pair, batch, key, 6, 2.5, kept), rtol=1e-5)
+
+
+def test_weights():
+    np.testing.assert_allclose(position_weights(4, 2.0), [1.0, np.exp(-0.5), np.exp(-1.0)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [3, 7, 100])
+def test_head_gradient_equals_autodiff(chunk: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loss_module, "CHUNK_ROWS", chunk)
+    rng = np.random.default_rng(2)
+    hidden, rows = jnp.asarray(rng.normal(size=(7, 4)), jnp.float32), jnp.asarray(rng.normal(size=(9, 4)), jnp.float32)
+    labels, weights = jnp.asarray(rng.integers(0, 9, 7)), jnp.asarray(rng.uniform(size=7), jnp.float32)
+
+    def plain(hidden):
+        log_probs = jax.nn.log_softmax(hidden @ rows.T)
+        return -jnp.sum(weights * log_probs[jnp.arange(7), labels])
+
+    own = lambda hidden: jnp.sum(weights * head_cross_entropy(hidden, rows, labels))
+    np.testing.assert_allclose(own(hidden), plain(hidden), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(own)(hidden), jax.grad(plain)(hidden), rtol=1e-4, atol=1e-6)
+
+
+def test_gradient_leaves_no_parameter_out(pair: Pair):
+    batch = Batch(
+        np.random.default_rng(1).integers(0, 15, (2, 24)).astype(np.int32),
+        np.array([4, 9], np.int32),
+        np.array([20, 22], np.int32),
+    )
+    features = jax.vmap(lambda row: features_of(pair, row))(jnp.asarray(batch.tokens))
+    loss = partial(block_loss, num_anchors=4, gamma=4.0)
+    gradient = jax.grad(loss)(
+        pair.drafter, pair.target, make_head(pair.target, None), batch, features, jax.random.key(0)
+    )
+    for path, leaf in jax.tree_util.tree_flatten_with_path(gradient)[0]:
+        assert np.all(np.isfinite(leaf)) and np.any(leaf), jax.tree_util.keystr(path)
+
+
+def test_scale_in_features_or_in_fc_is_the_same_drafter(pair: Pair, tokens: jax.Array):
+    features = features_of(pair, tokens)
+    scale = jnp.asarray(np.random.default_rng(0).uniform(0.1, 300.0, features.shape[1]), jnp.float32)
+    before = block_hidden(pair.target, pair.drafter, tokens, features, jnp.array([5]))
+    scaled = fold_scale(pair.drafter, scale)
+    after = block_hidden(pair.target, scaled, tokens, features / scale[None], jnp.array([5]))
+    np.testing.assert_allclose(before, after, atol=2e-5)
+    back = fold_scale(scaled, 1.0 / scale)
+    np.testing.assert_allclose(back.fc[...], pair.drafter.fc[...], rtol=1e-6)
