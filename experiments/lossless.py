@@ -1,0 +1,161 @@
+"""Losslessness and tau on held-out prompts of public benchmarks.
+
+    python -m experiments.lossless --prompts DIR [--out FILE.jsonl] [--per-task 8] [--temperature 0 1]
+
+Decodes every prompt plainly, then by chain and ReAnchor under each draft rule with the same key,
+and compares token for token. DIR holds JSONL files (`turns`); of each, the first rows after
+`random.Random(0).shuffle` are taken. One JSON line per prompt and setting is appended as it
+comes; a stopped run goes on where it was. Prints tau per task, and how many answers were equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.progress import track
+
+from reanchor_jax import DecodeConfig, Pair, ReanchorError, generate, load_pair
+from reanchor_jax.default_pair import DEFAULT_PAIR, default_target_path
+from reanchor_jax.tokenizer import ChatTokenizer, load_tokenizer
+
+TASKS = ("gsm8k", "humaneval", "mbpp", "mt-bench", "alpaca")
+
+
+def held_out_prompts(
+    folder: Path, tasks: list[str], per_task: int, tokenizer: ChatTokenizer, size: int
+) -> Iterator[tuple[str, int, list[int]]]:
+    """Task, row number and ids of the first prompts of at most `size` tokens in the held-out rows."""
+    for task in tasks:
+        path = folder / f"{task}.jsonl"
+        if not path.is_file():
+            raise ReanchorError(f"{path} does not exist; expected a JSONL file of prompts for each task")
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        random.Random(0).shuffle(rows)
+        taken = 0
+        for index, row in enumerate(rows[:100]):
+            ids = tokenizer.encode_chat([{"role": "user", "content": row["turns"][0]}])
+            if len(ids) <= size and taken < per_task:
+                taken += 1
+                yield task, index, ids
+
+
+def settings(temperatures: list[float], nodes: int | None, offsets: int | None) -> dict[str, DecodeConfig]:
+    """Names and configs; plain decoding of a temperature comes before what is held against it."""
+    table = {}
+    for temperature in temperatures:
+        table[f"ar T={temperature:g}"] = DecodeConfig(method="ar", temperature=temperature)
+        for rule in ("greedy", "sample", "coupled") if temperature else ("greedy",):
+            table[f"dflash T={temperature:g} {rule}"] = DecodeConfig(
+                method="dflash", temperature=temperature, draft_rule=rule
+            )
+            for attach in ("earliest", "fallback"):
+                table[f"reanchor {attach} T={temperature:g} {rule}"] = DecodeConfig(
+                    temperature=temperature, draft_rule=rule, attach=attach, nodes=nodes, offsets=offsets
+                )
+    return table
+
+
+def run_setting(
+    pair: Pair, name: str, config: DecodeConfig, prompts: list[tuple[str, int, list[int]]], size: int,
+    new_tokens: int, done: dict[tuple[str, str, int], Any], out: Path,
+) -> None:  # fmt: skip
+    """Decodes the prompts that are not in `done`, appending one record each."""
+    todo = [prompt for prompt in prompts if (name, prompt[0], prompt[1]) not in done]
+    if not todo:
+        return
+    run = jax.jit(functools.partial(generate, config=config, max_new_tokens=new_tokens))
+    compiled = None
+    for task, index, ids in track(todo, description=name):
+        padded = np.zeros(size, np.int32)
+        padded[: len(ids)] = ids
+        args = (pair, jnp.asarray(padded), jnp.int32(len(ids)))
+        key = jax.random.key(index)
+        if compiled is None:
+            compiled = run.lower(*args, key=key).compile()
+        start = time.monotonic()
+        result = jax.device_get(compiled(*args, key=key))
+        rounds = int(result.rounds)
+        record = {
+            "setting": name,
+            "task": task,
+            "row": index,
+            "token_ids": result.tokens[: result.num_tokens].tolist(),
+            "committed_per_round": result.counts.committed[:rounds].tolist(),
+            "nodes_per_round": result.counts.nodes[:rounds].tolist(),
+            "seconds": round(time.monotonic() - start, 3),
+        }
+        done[name, task, index] = record
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def report(table: dict[str, DecodeConfig], done: dict[tuple[str, str, int], Any], tasks: list[str]) -> bool:
+    """Prints tau per task and the number of equal answers; returns whether all are equal."""
+    print(f"| setting | {' | '.join(tasks)} | mean tau | nodes | equal to ar |")
+    print(f"|{'---|' * (len(tasks) + 4)}")
+    all_equal, plain = True, ""
+    for name, config in table.items():
+        if config.method == "ar":
+            plain = name
+            continue
+        records = [record for (setting, _, _), record in done.items() if setting == name]
+        taus = []
+        for task in tasks:
+            rounds = [n for record in records if record["task"] == task for n in record["committed_per_round"]]
+            taus.append(float(np.mean(rounds)) if rounds else float("nan"))
+        equal = sum(r["token_ids"] == done[plain, r["task"], r["row"]]["token_ids"] for r in records)
+        all_equal &= equal == len(records)
+        nodes = float(np.mean([n for record in records for n in record["nodes_per_round"]]))
+        cells = " | ".join(f"{tau:.2f}" for tau in taus)
+        print(f"| {name} | {cells} | {np.mean(taus):.2f} | {nodes:.0f} | {equal} of {len(records)} |")
+    return all_equal
+
+
+def main() -> int:
+    """Exit code 0: all answers equal; 1: some differ; 2: bad input."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("runs/lossless.jsonl"))
+    parser.add_argument("--drafter", default=DEFAULT_PAIR)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS))
+    parser.add_argument("--per-task", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--prompt-size", type=int, default=256, help="longer prompts are left out")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--nodes", type=int, help="node budget (default: none)")
+    parser.add_argument("--offsets", type=int, help="largest offset (default: B - 1)")
+    options = parser.parse_args()
+    tokenizer = load_tokenizer(default_target_path())
+    assert tokenizer is not None
+    size = options.prompt_size
+    prompts = list(held_out_prompts(options.prompts, options.tasks, options.per_task, tokenizer, size))
+    done: dict[tuple[str, str, int], Any] = {}
+    if options.out.exists():
+        for line in options.out.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            done[record["setting"], record["task"], record["row"]] = record
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    table = settings(options.temperature, options.nodes, options.offsets)
+    pair = load_pair(DEFAULT_PAIR, options.drafter)
+    for name, config in table.items():
+        run_setting(pair, name, config, prompts, size, options.new_tokens, done, options.out)
+    return 0 if report(table, done, options.tasks) else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ReanchorError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
