@@ -56,19 +56,37 @@ def filter_logits(logits: jax.Array, config: DecodeConfig) -> jax.Array:
     alone does not reach 0.6; min_p=0.5 keeps (.5, .3), because .3 >= .5 * .5.
     """
     if config.top_k:
-        k = min(config.top_k, logits.shape[-1])
-        kth = jax.lax.top_k(logits, k)[0][..., -1:]
-        logits = jnp.where(logits >= kth, logits, -jnp.inf)
+        logits = _keep_best(logits, jnp.ones_like(logits), config.top_k)
     if config.top_p < 1:
-        ranked = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
-        probs = jax.nn.softmax(ranked, axis=-1)
-        before = jnp.cumsum(probs, axis=-1) - probs  # probability of all better tokens
-        last = jnp.min(jnp.where(before < config.top_p, ranked, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits >= last, logits, -jnp.inf)
+        logits = _keep_best(logits, jax.nn.softmax(logits, axis=-1), config.top_p)
     if config.min_p > 0:
         top = jnp.max(logits, axis=-1, keepdims=True)
         logits = jnp.where(logits >= top + jnp.log(jnp.float32(config.min_p)), logits, -jnp.inf)
     return logits
+
+
+def _keep_best(logits: jax.Array, weights: jax.Array, mass: float) -> jax.Array:
+    """Keeps the fewest best tokens whose weights add up to at least `mass` (all, if none do).
+
+    Bisects the bits of the threshold: 32 masked sums are several times faster on a CPU than
+    sorting a vocabulary. Flipping the lower 31 bits of negative floats makes their bit patterns
+    sort like the numbers: -2.0, -1.0, 1.0 become ascending integers.
+
+    Example: weights .5 .3 .15 .05 in order of the logits, mass .6: the threshold ends at the
+    second logit, since .5 alone is too little and .5 + .3 is enough.
+    """
+    bits = jax.lax.bitcast_convert_type(logits, jnp.int32)
+    ranks = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+    def halve(_, bounds):
+        low, high = bounds  # enough weight at `low`, too little at `high`
+        middle = (low & high) + ((low ^ high) >> 1)  # their mean, rounded down, without overflow
+        enough = jnp.sum(jnp.where(ranks >= middle, weights, 0.0), axis=-1, keepdims=True) >= mass
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    start = (jnp.min(ranks, axis=-1, keepdims=True), jnp.max(ranks, axis=-1, keepdims=True) + 1)
+    threshold, _ = jax.lax.fori_loop(0, 32, halve, start)
+    return jnp.where(ranks >= threshold, logits, -jnp.inf)
 
 
 def token_logprobs(logits: jax.Array, tokens: jax.Array, rows: jax.Array, config: DecodeConfig) -> TokenLogprobs:
