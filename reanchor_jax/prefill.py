@@ -65,7 +65,7 @@ def prefill(
     target, size = pair.target, num_slots(pair, config, prompt_ids.shape[0], max_new_tokens)
     if eos_ids is None:
         eos_ids = jnp.array(target.config.eos_token_ids or (-1,), jnp.int32)
-    limit = jnp.int32(max_new_tokens) if limit is None else jnp.minimum(limit, max_new_tokens)
+    max_tokens = jnp.int32(max_new_tokens) if limit is None else jnp.minimum(limit, max_new_tokens)
     chunk = PREFILL_CHUNK
     tokens = jnp.zeros(size, jnp.int32).at[: prompt_ids.shape[0]].set(prompt_ids)
     cache = init_cache(target.config.layer, target.config.num_layers, size, target.dtype)
@@ -105,9 +105,9 @@ def prefill(
         tokens=tokens.at[prompt_len].set(first[0]),
         length=jnp.asarray(prompt_len, jnp.int32),
         prompt_len=jnp.asarray(prompt_len, jnp.int32),
-        limit=jnp.asarray(limit, jnp.int32),
+        limit=jnp.asarray(max_tokens, jnp.int32),
         eos_ids=eos_ids,
-        done=jnp.any(first[0] == eos_ids) | (limit <= 1),
+        done=jnp.any(first[0] == eos_ids) | (max_tokens <= 1),
         key=key,
         cache=cache,
         context=context,

@@ -89,7 +89,7 @@ def _keep_best(logits: jax.Array, weights: jax.Array, mass: float) -> jax.Array:
     return jnp.where(ranks >= threshold, logits, -jnp.inf)
 
 
-def token_logprobs(logits: jax.Array, tokens: jax.Array, rows: jax.Array, config: DecodeConfig) -> TokenLogprobs:
+def token_logprobs(logits: jax.Array | None, tokens: jax.Array, rows: jax.Array, config: DecodeConfig) -> TokenLogprobs:
     """Log-probabilities of tokens[rows] under logits[rows], before temperature and filters.
 
     Args:
