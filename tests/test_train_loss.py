@@ -14,13 +14,22 @@ from reanchor_jax.config import DecodeConfig
 from reanchor_jax.draft import draft_blocks
 from reanchor_jax.pair import Pair
 from reanchor_jax.prefill import prefill
+from reanchor_jax.training import blocks
 from reanchor_jax.training import loss as loss_module
-from reanchor_jax.training.blocks import Anchors, block_hidden, block_labels, sample_anchors, text_features
+from reanchor_jax.training.blocks import Anchors, block_labels, sample_anchors, text_features
 from reanchor_jax.training.features import fold_scale
 from reanchor_jax.training.loss import Batch, block_loss, head_cross_entropy, make_head, position_weights
 from tests.tiny import make_pair
 
 BLOCK = 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiles():
+    """Half the compile time, same arithmetic."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +42,11 @@ def tokens() -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).integers(0, 15, 24), jnp.int32)
 
 
+block_hidden = jax.jit(blocks.block_hidden)
+start = jax.jit(prefill, static_argnames=("config", "max_new_tokens"))
+
+
+@jax.jit
 def features_of(pair: Pair, tokens: jax.Array) -> jax.Array:
     return text_features(pair.target, tokens, pair.drafter.config.target_layer_ids)
 
@@ -43,13 +57,13 @@ def test_training_block_equals_inference_drafting(pair: Pair, tokens: jax.Array,
     hidden = block_hidden(pair.target, pair.drafter, tokens, features, jnp.array([anchor, 7]))[0]
 
     config = DecodeConfig(method="dflash")
-    state = prefill(pair, tokens, jnp.int32(anchor), key=jax.random.key(0), config=config, max_new_tokens=8)
+    state = start(pair, tokens, jnp.int32(anchor), key=jax.random.key(0), config=config, max_new_tokens=8)
     # Prefill chose its own first token; the text's is the anchor here.
     state = dataclasses.replace(state, tokens=state.tokens.at[anchor].set(tokens[anchor]))
-    context = pair.drafter.context(features, jnp.arange(tokens.shape[0]))
+    context = jax.jit(lambda d, *x: d.context(*x))(pair.drafter, features, jnp.arange(tokens.shape[0]))
     np.testing.assert_allclose(context.k[:, :, :anchor], state.context.k[:, :, :anchor], atol=2e-5)
     np.testing.assert_allclose(context.v[:, :, :anchor], state.context.v[:, :, :anchor], atol=2e-5)
-    drafts = draft_blocks(pair, state, config, None).tokens[0, 1:]
+    drafts = jax.jit(draft_blocks, static_argnames="config")(pair, state, config=config, noise=None).tokens[0, 1:]
     np.testing.assert_array_equal(drafts, jnp.argmax(pair.target.logits(hidden), axis=-1))
 
     block = pair.target.embed(jnp.array([int(tokens[anchor]), *[pair.drafter.config.mask_token_id] * (BLOCK - 1)]))
@@ -57,7 +71,7 @@ def test_training_block_equals_inference_drafting(pair: Pair, tokens: jax.Array,
 
     def inference(cache_len: int) -> jax.Array:
         places = anchor + jnp.arange(BLOCK)
-        return pair.drafter(block, places, state.context, jnp.int32(cache_len), empty, jnp.int32(0))[1:]
+        return draft(pair.drafter, block, places, state.context, jnp.int32(cache_len), empty, jnp.int32(0))[1:]
 
     np.testing.assert_allclose(hidden, inference(anchor), atol=2e-5)
     # Negative control: one more or one fewer context position is far outside the tolerance.
@@ -91,6 +105,9 @@ def test_label_example():
     assert valid.tolist() == [[True, True, False], [False, False, False]]
 
 
+draft = jax.jit(lambda drafter, *arguments: drafter(*arguments))
+
+
 def numpy_loss(pair: Pair, batch: Batch, key: jax.Array, num_anchors: int, gamma: float, kept: list[int]) -> float:
     """The same quantity in plain loops: one inference call per block, logits in float64."""
     total = weight = 0.0
@@ -104,7 +121,8 @@ def numpy_loss(pair: Pair, batch: Batch, key: jax.Array, num_anchors: int, gamma
             if not valid:
                 continue
             block = [int(text[anchor]), *[pair.drafter.config.mask_token_id] * (BLOCK - 1)]
-            hidden = pair.drafter(
+            hidden = draft(
+                pair.drafter,
                 pair.target.embed(jnp.array(block)),
                 anchor + jnp.arange(BLOCK),
                 context,
@@ -132,7 +150,8 @@ def test_loss_equals_numpy(pair: Pair, kept: list[int]):
     features = jax.vmap(lambda row: features_of(pair, row))(jnp.asarray(batch.tokens))
     key = jax.random.key(3)
     head = make_head(pair.target, np.array(kept))
-    got = block_loss(pair.drafter, pair.target, head, batch, features, key, num_anchors=6, gamma=2.5)
+    loss = jax.jit(partial(block_loss, num_anchors=6, gamma=2.5))
+    got = loss(pair.drafter, pair.target, head, batch, features, key)
     np.testing.assert_allclose(got, numpy_loss(pair, batch, key, 6, 2.5, kept), rtol=1e-5)
 
 
@@ -164,7 +183,7 @@ def test_gradient_leaves_no_parameter_out(pair: Pair):
     )
     features = jax.vmap(lambda row: features_of(pair, row))(jnp.asarray(batch.tokens))
     loss = partial(block_loss, num_anchors=4, gamma=4.0)
-    gradient = jax.grad(loss)(
+    gradient = jax.jit(jax.grad(loss))(
         pair.drafter, pair.target, make_head(pair.target, None), batch, features, jax.random.key(0)
     )
     for path, leaf in jax.tree_util.tree_flatten_with_path(gradient)[0]:

@@ -89,6 +89,7 @@ def parse(argv: Sequence[str] | None) -> Options | tuple[TinyPairConfig, Path]:
         num_anchors=_or(flags.pop("anchors"), 32),
         gamma=_or(flags.pop("gamma"), 4.0),
         seed=_or(flags.pop("seed"), 0),
+        eval_first=flags["init"] is not None,
         **{name: flags.pop(name) for name in _TRAINING},
     )
     defaults: dict[str, Any] = {"layers": 3, "block_size": 16, "start": "layers"}

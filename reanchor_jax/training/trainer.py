@@ -10,9 +10,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +25,16 @@ from reanchor_jax.pair import Pair, check_pair
 from reanchor_jax.target import Target
 from reanchor_jax.training.checkpoints import Checkpoints, check_settings
 from reanchor_jax.training.data import Text, batch_index, frequent_tokens, make_batches
-from reanchor_jax.training.evaluate import HeldOut, held_out_sums, make_decoder, summary
+from reanchor_jax.training.evaluate import HeldOut, make_decoder, summary
 from reanchor_jax.training.features import FeatureSource, fold_scale
-from reanchor_jax.training.loss import Batch, Head, block_loss, make_head
-from reanchor_jax.training.optimizer import OptimizerConfig, make_optimizer, update
+from reanchor_jax.training.loss import Batch, make_head
+from reanchor_jax.training.optimizer import OptimizerConfig
+from reanchor_jax.training.step import TrainState, evaluate_batch, init_optimizer, train_step
+
+_REPORTED = (
+    *("memo_gb", "log_every", "checkpoint_every", "eval_every", "eval_first", "eval_anchors"),
+    *("tau_prompts", "tau_tokens"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +57,10 @@ class TrainConfig:
     """Memory for the target's features of batches seen before."""
     log_every: int = 10
     eval_every: int = 200
+    eval_first: bool = False
+    """Evaluate before the first step too."""
+    eval_anchors: int = 16
+    """Blocks of a held-out text."""
     checkpoint_every: int = 200
     tau_prompts: int = 8
     """Held-out prompts that are really decoded at each evaluation; 0: none."""
@@ -59,55 +68,7 @@ class TrainConfig:
 
     def result_settings(self) -> dict[str, Any]:
         """The settings that a resumed run must share."""
-        reported = {f"{k}": v for k, v in dataclasses.asdict(self).items()}
-        for name in ("memo_gb", "log_every", "eval_every", "checkpoint_every", "tau_prompts", "tau_tokens"):
-            del reported[name]
-        return reported
-
-
-class TrainState(NamedTuple):
-    """What a checkpoint holds. The drafter is the one for scaled features."""
-
-    drafter: Drafter
-    opt_state: Any
-
-
-@partial(jax.jit, static_argnames="optimizer")
-def init_optimizer(drafter: Drafter, *, optimizer: OptimizerConfig) -> Any:
-    """Moments of the drafter's parameters, and of nothing else."""
-    params: Any = drafter  # optax names no modules among its pytrees
-    return make_optimizer(optimizer).init(params)
-
-
-@partial(jax.jit, static_argnames=("optimizer", "num_anchors", "gamma"), donate_argnames="state")
-def train_step(
-    state: TrainState,
-    target: Target,
-    head: Head,
-    batch: Batch,
-    features: jax.Array,
-    key: jax.Array,
-    *,
-    optimizer: OptimizerConfig,
-    num_anchors: int,
-    gamma: float,
-) -> tuple[TrainState, jax.Array]:
-    """One optimizer step, and its loss; arguments as in `block_loss`. The state is donated."""
-    loss_of = partial(block_loss, num_anchors=num_anchors, gamma=gamma)
-    features = features.astype(jnp.float32)
-    loss, gradient = jax.value_and_grad(loss_of)(state.drafter, target, head, batch, features, key)
-    drafter, opt_state = update(make_optimizer(optimizer), gradient, state.opt_state, state.drafter)
-    return TrainState(drafter, opt_state), loss
-
-
-@partial(jax.jit, static_argnames=("num_anchors", "gamma"))
-def evaluate_batch(
-    drafter: Drafter, target: Target, head: Head, batch: Batch, features: jax.Array, key: jax.Array,
-    *, num_anchors: int, gamma: float,
-) -> HeldOut:  # fmt: skip
-    """`held_out_sums`, compiled."""
-    features = features.astype(jnp.float32)
-    return held_out_sums(drafter, target, head, batch, features, key, num_anchors=num_anchors, gamma=gamma)
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in _REPORTED}
 
 
 def train(
@@ -124,9 +85,10 @@ def train(
 ) -> Drafter:
     """Trains a drafter, or resumes the run in `folder`.
 
-    `folder` gets `train.json` (settings), `log.jsonl`, `checkpoints/` and, at each checkpoint,
-    `drafter/` in z-lab's format. On CPU a resumed run gives bit for bit the parameters of one
-    that was never stopped.
+    `folder` gets `train.json` (settings), `log.jsonl`, `checkpoints/`, and two drafters in
+    z-lab's format: `drafter/`, written with each checkpoint, and `best/`, the one of the highest
+    held-out proxy tau. On CPU a resumed run gives bit for bit the parameters of one that was
+    never stopped.
 
     Args:
       target: frozen; float32 on CPU.
@@ -197,13 +159,17 @@ class _Run:
         if self.done:
             self.state = self.checkpoints.restore(self.done, self.state)
             self.echo(f"resumed {folder} at step {self.done}")
-        _drop_lines_after(folder / "log.jsonl", self.done)
+        earlier = _keep_log_until(folder / "log.jsonl", self.done)
+        self.best = max((row["held_out"]["proxy_tau"] for row in earlier if "held_out" in row), default=0.0)
 
     def loop(self, on_step: Callable[[int, float], None]) -> Drafter:
         """Steps until the end or a signal."""
         config, steps = self.config, self.config.optimizer.steps
         since, first, losses, loss = time.monotonic(), self.done, [], float("nan")
         with _signals() as stopped:
+            if config.eval_first and not self.done:
+                self.report(loss)
+                since = time.monotonic()
             while self.done < steps and not stopped:
                 losses.append(self.step(self.done))
                 self.done += 1
@@ -218,15 +184,8 @@ class _Run:
                 if self.done % config.checkpoint_every == 0 or ends:
                     self.save()
                 if self.done % config.eval_every == 0 or ends:
-                    result = self.evaluate()
-                    self.log({"step": self.done, "held_out": result})
-                    self.echo(
-                        f"step {self.done} of {steps}: loss {loss:.3f}, held-out {result['loss']:.3f}, "
-                        f"accuracy {' '.join(f'{a:.2f}' for a in result['accuracy'][:4])} .., "
-                        f"proxy tau {result['proxy_tau']:.3f}"
-                        + (f", tau {result['tau']:.3f}" if "tau" in result else "")
-                    )
-                    since = time.monotonic() if not losses else since
+                    self.report(loss)
+                    since, first, losses = time.monotonic(), self.done, []
         if stopped:
             self.save()
             raise KeyboardInterrupt
@@ -251,6 +210,20 @@ class _Run:
         """Checkpoint, and the drafter beside it."""
         self.checkpoints.save(self.done, self.state)
         save_drafter(self.drafter(), self.folder / "drafter")
+
+    def report(self, loss: float) -> None:
+        """Evaluates, logs, and keeps the drafter if it is the best so far."""
+        result = self.evaluate()
+        self.log({"step": self.done, "held_out": result})
+        tau = f", tau {result['tau']:.3f}" if "tau" in result else ""
+        self.echo(
+            f"step {self.done} of {self.config.optimizer.steps}: loss {loss:.3f}, held-out {result['loss']:.3f}, "
+            f"accuracy {' '.join(f'{a:.2f}' for a in result['accuracy'][:4])} .., "
+            f"proxy tau {result['proxy_tau']:.3f}{tau}"
+        )
+        if result["proxy_tau"] > self.best:
+            self.best = result["proxy_tau"]
+            save_drafter(self.drafter(), self.folder / "best")
 
     def evaluate(self) -> dict[str, Any]:
         """Held-out sums at fixed anchors, and tau of real decoding."""
@@ -281,20 +254,22 @@ def _digest(texts: Sequence[Text]) -> str:
     return hashlib.sha256(data.encode()).hexdigest()[:16]
 
 
-def _drop_lines_after(path: Path, step: int) -> None:
-    """Forgets what was logged beyond the checkpoint, so that no step is logged twice."""
+def _keep_log_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """Forgets what was logged beyond the checkpoint, so that no step is logged twice; returns the rest."""
     if not path.exists():
-        return
+        return []
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
+            row = json.loads(line)
+            if row["step"] <= step:
+                kept.append(row)
         except (ValueError, KeyError, TypeError):
             continue  # half a line, from a run that was killed
     aside = path.with_name(f".{path.name}.partial")
-    aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    aside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
     os.replace(aside, path)
+    return kept
 
 
 @contextmanager

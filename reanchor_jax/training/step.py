@@ -1,0 +1,60 @@
+"""The compiled programs of a training run: pure functions, all settings static arguments."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from reanchor_jax.drafter import Drafter
+from reanchor_jax.target import Target
+from reanchor_jax.training.evaluate import HeldOut, held_out_sums
+from reanchor_jax.training.loss import Batch, Head, block_loss
+from reanchor_jax.training.optimizer import OptimizerConfig, make_optimizer, update
+
+
+class TrainState(NamedTuple):
+    """What a checkpoint holds. The drafter is the one for scaled features."""
+
+    drafter: Drafter
+    opt_state: Any
+
+
+@partial(jax.jit, static_argnames="optimizer")
+def init_optimizer(drafter: Drafter, *, optimizer: OptimizerConfig) -> Any:
+    """Moments of the drafter's parameters, and of nothing else."""
+    params: Any = drafter  # optax names no modules among its pytrees
+    return make_optimizer(optimizer).init(params)
+
+
+@partial(jax.jit, static_argnames=("optimizer", "num_anchors", "gamma"), donate_argnames="state")
+def train_step(
+    state: TrainState,
+    target: Target,
+    head: Head,
+    batch: Batch,
+    features: jax.Array,
+    key: jax.Array,
+    *,
+    optimizer: OptimizerConfig,
+    num_anchors: int,
+    gamma: float,
+) -> tuple[TrainState, jax.Array]:
+    """One optimizer step, and its loss; arguments as in `block_loss`. The state is donated."""
+    loss_of = partial(block_loss, num_anchors=num_anchors, gamma=gamma)
+    features = features.astype(jnp.float32)
+    loss, gradient = jax.value_and_grad(loss_of)(state.drafter, target, head, batch, features, key)
+    drafter, opt_state = update(make_optimizer(optimizer), gradient, state.opt_state, state.drafter)
+    return TrainState(drafter, opt_state), loss
+
+
+@partial(jax.jit, static_argnames=("num_anchors", "gamma"))
+def evaluate_batch(
+    drafter: Drafter, target: Target, head: Head, batch: Batch, features: jax.Array, key: jax.Array,
+    *, num_anchors: int, gamma: float,
+) -> HeldOut:  # fmt: skip
+    """`held_out_sums`, compiled."""
+    features = features.astype(jnp.float32)
+    return held_out_sums(drafter, target, head, batch, features, key, num_anchors=num_anchors, gamma=gamma)
