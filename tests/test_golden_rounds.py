@@ -1,79 +1,172 @@
-"""Trained pairs reproduce the reference loops round for round, not only id for id."""
+"""Whole runs on trained pairs against the reference implementations, round by round.
 
+How the reference loops count: they stop once the committed tokens of all rounds reach
+`max_new_tokens`, without the first token, which prefill chose. Ours counts that token, so our
+limit is one higher (DFlash) where their loop counts so, and the ids are compared up to theirs.
+The last round counts in full in all of them.
+
+Where we differ on purpose: z-lab's loop runs one round even when the first token is a stop token;
+ours runs none. The text is the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
 import functools
 import json
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reanchor_jax import DecodeConfig, Pair, generate
 from reanchor_jax.checkpoint import load_drafter, load_target
+from reanchor_jax.config import DecodeConfig
+from reanchor_jax.loop import Generation, generate
+from reanchor_jax.pair import Pair
+from tests.tiny import QUICK, RULES, rules_by_index
 
 GOLDEN = Path(__file__).parent / "golden"
-PAIRS = {
+TARGETS = {
     "dflash_qwen3_b16": "trained_qwen3_target",
     "dflash_qwen3_b8": "trained_qwen3_target",
     "dflash_llama_b10": "trained_llama_target",
 }
-RULES = [
-    "earliest/baseline",
-    "earliest/accepted_path",
-    "fixed/baseline",
-    "longest/baseline",
-    "fixed_unmatched/baseline",
-    "fallback/baseline",
-    "fallback/accepted_path",
-]
-NO_EOS = (-1,)
+CHAIN = DecodeConfig(method="dflash")
+PROMPT_SIZE, CAPACITY = 64, 97
+MARGIN = 1e-4
+"""Rounds are compared where no draft's two best logits are closer than this (reanchor.json's own note)."""
 
 
-@functools.cache
-def load(name: str):
-    pair = Pair(load_target(GOLDEN / PAIRS[name] / "model"), load_drafter(GOLDEN / name / "drafter"))
-    return pair, dict(np.load(GOLDEN / name / "expected.npz"))
+class Case(NamedTuple):
+    """A trained pair with what the references recorded of it."""
+
+    pair: Pair
+    expected: Any  # the arrays of expected.npz
+    reanchor: dict[str, Any]  # results of reanchor.json by "attach/retain"
 
 
-def decode_all(name: str, config: DecodeConfig, max_new_tokens: int, num_prompts: int):
-    pair, expected = load(name)
-    run = jax.jit(functools.partial(generate, config=config, max_new_tokens=max_new_tokens))
-    results = []
-    for ids, length in list(zip(expected["prompt_ids"], expected["prompt_lens"], strict=True))[:num_prompts]:
-        prompt = np.zeros(64, np.int32)
-        prompt[:length] = ids[:length]
-        result = run(
-            pair, jnp.array(prompt), jnp.int32(length), key=jax.random.key(0), eos_ids=jnp.array(NO_EOS, jnp.int32)
-        )
-        results.append(jax.device_get(result))
-    return results, expected
+@functools.lru_cache
+def load(name: str) -> Case:
+    pair = Pair(load_target(GOLDEN / TARGETS[name] / "model"), load_drafter(GOLDEN / name / "drafter"))
+    results = json.loads((GOLDEN / name / "reanchor.json").read_text())["results"]
+    return Case(pair, dict(np.load(GOLDEN / name / "expected.npz")), results)
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_chain_reproduces_ids_and_accepted_lengths(name):
-    # The reference stops at 96 tokens beside the first, which it does not count: 97 of ours.
-    results, expected = decode_all(name, DecodeConfig(method="dflash"), 97, 12)
-    for result, ids, lengths in zip(results, expected["new_ids"], expected["acceptance_lengths"], strict=True):
-        assert result.tokens[:96].tolist() == ids.tolist()
-        assert result.counts.committed[: result.rounds].tolist() == lengths[lengths >= 0].tolist()
-        assert 1 + result.counts.committed.sum() - result.clipped == result.num_tokens == 97
+def with_block_size(pair: Pair, block_size: int) -> Pair:
+    """The pair with another block size than it was trained for."""
+    drafter = jax.tree.map(lambda x: x, pair.drafter)  # a copy
+    drafter.config = dataclasses.replace(drafter.config, block_size=block_size)
+    return Pair(pair.target, drafter)
 
 
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("name", PAIRS)
-def test_reanchor_reproduces_rounds(name, rules):
-    attach, retain = rules.split("/")
-    results, expected = decode_all(name, DecodeConfig(attach=attach, retain=retain), 96, 8)
-    reference = json.loads((GOLDEN / name / "reanchor.json").read_text())["results"][rules]
+def run_rounds(
+    pair: Pair, ids: jax.Array, num: jax.Array, limit: jax.Array, eos: jax.Array, rule: Any, *, config: DecodeConfig
+) -> Generation:
+    fn = functools.partial(generate, key=jax.random.key(0), config=config, max_new_tokens=CAPACITY)
+    if rule is None:
+        return fn(pair, ids, num, limit=limit, eos_ids=eos)
+    with rules_by_index(rule):
+        return fn(pair, ids, num, limit=limit, eos_ids=eos)
+
+
+# Runs with tries are many: there fast code pays for its compile time.
+run_trie = jax.jit(run_rounds, static_argnames="config")
+run_chain = jax.jit(run_rounds, static_argnames="config", compiler_options=QUICK)
+
+
+def run(
+    pair: Pair, prompt: np.ndarray, config: DecodeConfig, limit: int, stop: list[int], rule: int | None = None
+) -> Generation:
+    """One prompt, padded with -1 in the files."""
+    num = int((prompt >= 0).sum())
+    ids = np.zeros(PROMPT_SIZE, np.int32)
+    ids[:num] = prompt[:num]
+    eos = jnp.array([*stop, -1, -1][:2], jnp.int32)
+    index = None if rule is None else jnp.int32(rule)
+    fn = run_trie if config.method == "reanchor" else run_chain
+    return jax.device_get(fn(pair, jnp.asarray(ids), jnp.int32(num), jnp.int32(limit), eos, index, config=config))
+
+
+def unpad(row: np.ndarray) -> list[int]:
+    """A row without its padding of -1."""
+    return row[row >= 0].tolist()
+
+
+def check(result: Generation, ids: np.ndarray, rounds: np.ndarray) -> None:
+    """Ids as far as the reference gives them, and the committed tokens of every round."""
+    ids, committed = np.array(unpad(ids)), unpad(rounds)
+    assert result.tokens[: len(ids)].tolist() == ids.tolist()
+    assert result.counts.committed[: result.rounds].tolist() == committed
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_dflash_reproduces_every_round(name):
+    pair, expected, _ = load(name)
+    rows = zip(expected["prompt_ids"], expected["new_ids"], expected["acceptance_lengths"], strict=True)
+    for prompt, new, rounds in rows:
+        result = run(pair, prompt, CHAIN, 97, [])
+        check(result, new, rounds)
+        assert result.counts.nodes[0] == pair.drafter.config.block_size and not result.counts.offsets.any()
+    # Stop tokens: theirs are kept in the text, and the stopping round counts in full.
+    rows = zip(expected["stop_sets"], expected["stop_new_ids"], expected["stop_acceptance_lengths"], strict=True)
+    for prompt, (stop, new, rounds) in zip(expected["prompt_ids"], rows, strict=False):
+        result = run(pair, prompt, CHAIN, 97, unpad(stop))
+        check(result, new, rounds)
+        stopped = new[-1] < 0
+        assert result.num_tokens == (len(unpad(new)) if stopped else 97)
+    result = run(pair, expected["prompt_ids"][0], CHAIN, len(expected["short_new_ids"]) + 1, [])
+    check(result, expected["short_new_ids"], expected["short_acceptance_lengths"])
+    half = with_block_size(pair, int(expected["half_block_size"]))
+    for prompt, new, rounds in zip(
+        expected["prompt_ids"], expected["new_ids"], expected["half_block_acceptance_lengths"], strict=False
+    ):
+        check(run(half, prompt, CHAIN, 97, []), new, rounds)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_reanchor_reproduces_every_round(name):
+    pair, expected, reanchor = load(name)
+    assert len(reanchor) == 7
     compared = 0
-    for index, result in enumerate(results):
-        assert result.tokens.tolist() == expected["ar_new_ids"][index].tolist()
-        if reference["min_draft_margin"][index] < 1e-4:
-            continue  # a drafted token is nearly tied: rounding may choose the other one
-        compared += 1
-        for field, key in (("committed", "committed"), ("nodes", "nodes"), ("offsets", "offsets")):
-            ours = getattr(result.counts, field)[: result.rounds].tolist()
-            assert ours == reference[f"{key}_per_round"][index], (index, field)
-        assert not result.counts.cut.any()
-    assert compared >= 5
+    for rules, recorded in reanchor.items():
+        rule = RULES.index(tuple(rules.split("/")))
+        for row, margin in enumerate(recorded["min_draft_margin"]):
+            result = run(pair, expected["prompt_ids"][row], DecodeConfig(), 96, [], rule)
+            assert result.tokens[:96].tolist() == expected["ar_new_ids"][row].tolist()
+            if margin > MARGIN:
+                compared += 1
+                for field in ("committed", "nodes", "offsets"):
+                    counts = getattr(result.counts, field)[: result.rounds].tolist()
+                    assert counts == recorded[f"{field}_per_round"][row], (rules, row, field)
+    assert compared >= 40  # of 56 runs
+
+
+def test_the_default_rules_need_no_patch():
+    """The same numbers once more with the rules where they belong, in the config."""
+    pair, expected, reanchor = load("dflash_qwen3_b8")
+    recorded = reanchor["fallback/accepted_path"]
+    for row, margin in enumerate(recorded["min_draft_margin"]):
+        result = run(pair, expected["prompt_ids"][row], DecodeConfig(attach="fallback"), 96, [])
+        assert result.tokens[:96].tolist() == expected["ar_new_ids"][row].tolist()
+        if margin > MARGIN:
+            assert result.counts.nodes[: result.rounds].tolist() == recorded["nodes_per_round"][row]
+
+
+def test_edges_of_the_reference_loop():
+    pair = load("dflash_qwen3_b8").pair
+    edges = np.load(GOLDEN / "dflash_edges" / "expected.npz")
+    names = json.loads((GOLDEN / "dflash_edges" / "case.json").read_text())["edges"]
+    for row, name in enumerate(names):
+        size, limit = int(edges["block_size"][row]), int(edges["max_new_tokens"][row])
+        prompt, stop = edges["prompt_ids"][row], unpad(edges["stop_ids"][row])
+        config = DecodeConfig(method="ar") if size == 1 else CHAIN
+        result = run(with_block_size(pair, max(size, 2)), prompt, config, limit + 1, stop)
+        if name.startswith("first generated token"):  # their one round of no consequence
+            assert edges["acceptance_lengths"][row, 0] > 0
+            assert result.rounds == 0 and result.num_tokens == 1
+            assert result.tokens[:1].tolist() == unpad(edges["new_ids"][row])
+        else:
+            check(result, edges["new_ids"][row], edges["acceptance_lengths"][row])

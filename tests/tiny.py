@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, get_args
 from unittest import mock
 
 import jax
@@ -19,7 +19,17 @@ import numpy as np
 from flax import nnx
 
 from reanchor_jax import decode
-from reanchor_jax.config import DecodeConfig, DrafterConfig, LayerConfig, RopeConfig, TargetConfig
+from reanchor_jax.attach import attach_blocks
+from reanchor_jax.commit import retain_suffix
+from reanchor_jax.config import (
+    AttachRule,
+    DecodeConfig,
+    DrafterConfig,
+    LayerConfig,
+    RetainRule,
+    RopeConfig,
+    TargetConfig,
+)
 from reanchor_jax.draft import Blocks
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.loop import Generation, generate
@@ -94,7 +104,9 @@ def _random(make: Callable[[], Any], seed: int) -> Any:
         gain = next((gain for name, gain in GAINS.items() if name in jax.tree_util.keystr(path)), 1.0)
         return jnp.asarray(gain * values, leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(fill, jax.eval_shape(make))
+    abstract = jax.eval_shape(make)
+    with jax.ensure_compile_time_eval():  # real arrays, also where a test first asks for them while tracing
+        return jax.tree_util.tree_map_with_path(fill, abstract)
 
 
 class Prompts(NamedTuple):
@@ -219,6 +231,26 @@ def generate_scripted(
 def plain_table(prompt_ids: jax.Array, prompt_len: jax.Array, tokens: jax.Array) -> jax.Array:
     """Prompt and plain decoding's tokens by absolute position, for `Script.plain`."""
     return jnp.concatenate([prompt_ids[: int(prompt_len)], jnp.asarray(tokens)])
+
+
+# All rules in one program: the rules, static elsewhere, become an argument.
+
+RULES = [(attach, retain) for attach in get_args(AttachRule) for retain in get_args(RetainRule)]
+
+
+@contextlib.contextmanager
+def rules_by_index(rule: jax.Array) -> Iterator[None]:
+    """Context in which traced rounds attach and retain by the rule pair `RULES[rule]`, whatever their config says."""
+
+    def attach(blocks: Blocks, _: AttachRule, key: jax.Array) -> Any:
+        return jax.lax.switch(rule, [functools.partial(attach_blocks, blocks, name, key) for name, _ in RULES])
+
+    def retain(trie: Any, verdict: Any, accepted: Any, _: RetainRule, num_slots: int) -> Any:
+        keep = functools.partial(retain_suffix, trie, verdict, accepted)
+        return jax.lax.switch(rule, [functools.partial(keep, name, num_slots) for _, name in RULES])
+
+    with mock.patch.object(decode, "attach_blocks", attach), mock.patch.object(decode, "retain_suffix", retain):
+        yield
 
 
 # Streaming: the caller drives the rounds.
