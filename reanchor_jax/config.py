@@ -117,7 +117,8 @@ class DecodeConfig:
     offsets: int | None = None
     """Largest offset d that is drafted, at most B - 1; None takes B - 1."""
     nodes: int | None = None
-    """Node budget N of the trie, at least B; None takes the A * B that no trie exceeds."""
+    """Node budget N of the trie, at least B; None takes 4B. A * B is never exceeded. The deepest
+    nodes are cut first, which are reached least often, and never the baseline's."""
     bucket_nodes: bool = True
     """Verify at the smallest of the sizes B, 2B, 4B, ..., N that holds the round's trie. Turn off
     under `vmap`, where a branch for every size would be computed."""
@@ -165,7 +166,7 @@ class DecodeConfig:
             return 1
         # The baseline has B nodes; each shifted block adds at most its own B.
         most = self.num_blocks(block_size) * block_size
-        return most if self.nodes is None else min(self.nodes, most)
+        return min(4 * block_size if self.nodes is None else self.nodes, most)
 
     @property
     def draft_temp(self) -> float:

@@ -98,10 +98,10 @@ CONFIGS = [
     DecodeConfig(attach="earliest", retain="accepted_path"),
     one_size(attach="longest", retain="accepted_path"),
     one_size(attach="fixed", retain="accepted_path"),
-    one_size(attach="fixed_unmatched", retain="baseline"),
+    one_size(attach="fixed_unmatched", retain="baseline", nodes=25),
     one_size(attach="fallback", retain="accepted_path", nodes=9, offsets=3),
-    one_size(attach="fallback", retain="accepted_path", temperature=1.0, draft_rule="coupled"),
-    one_size(attach="fallback", retain="baseline", temperature=0.8, top_k=4),
+    one_size(attach="fallback", retain="accepted_path", temperature=1.0, draft_rule="coupled", nodes=25),
+    one_size(attach="fallback", retain="baseline", temperature=0.8, top_k=4, nodes=25),
 ]
 
 

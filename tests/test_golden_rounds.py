@@ -134,7 +134,7 @@ def test_reanchor_reproduces_every_round(name):
     for rules, recorded in reanchor.items():
         rule = RULES.index(tuple(rules.split("/")))
         for row, margin in enumerate(recorded["min_draft_margin"]):
-            result = run(pair, expected["prompt_ids"][row], DecodeConfig(), 96, [], rule)
+            result = run(pair, expected["prompt_ids"][row], DecodeConfig(nodes=256), 96, [], rule)
             assert result.tokens[:96].tolist() == expected["ar_new_ids"][row].tolist()
             if margin > MARGIN:
                 compared += 1
@@ -149,7 +149,7 @@ def test_the_default_rules_need_no_patch():
     pair, expected, reanchor = load("dflash_qwen3_b8")
     recorded = reanchor["fallback/accepted_path"]
     for row, margin in enumerate(recorded["min_draft_margin"]):
-        result = run(pair, expected["prompt_ids"][row], DecodeConfig(attach="fallback"), 96, [])
+        result = run(pair, expected["prompt_ids"][row], DecodeConfig(attach="fallback", nodes=256), 96, [])
         assert result.tokens[:96].tolist() == expected["ar_new_ids"][row].tolist()
         if margin > MARGIN:
             assert result.counts.nodes[: result.rounds].tolist() == recorded["nodes_per_round"][row]

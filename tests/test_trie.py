@@ -159,9 +159,10 @@ def test_budget_cuts_the_deepest_and_never_the_baseline():
 
 
 @pytest.mark.parametrize("size", [2, 7, 16])
-def test_no_trie_exceeds_the_default_budget(size):
+def test_a_trie_has_at_most_block_size_squared_nodes(size):
     """B*B nodes at most: blocks that share nothing, each attached behind its own baseline slot."""
     baseline = [0, *range(100, 99 + size)]
     shifted = [baseline[:d] + [1000 * d + k for k in range(size)] for d in range(1, size)]
-    trie = merge_one([baseline, *shifted], DecodeConfig().num_nodes(size))
-    assert trie.num_nodes == size * size == DecodeConfig().num_nodes(size) and trie.num_cut == 0
+    trie = merge_one([baseline, *shifted], DecodeConfig(nodes=1000).num_nodes(size))
+    assert trie.num_nodes == size * size == DecodeConfig(nodes=1000).num_nodes(size) and trie.num_cut == 0
+    assert DecodeConfig().num_nodes(size) == min(4 * size, size * size)

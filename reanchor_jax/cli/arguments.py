@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--attach", choices=get_args(AttachRule), default=defaults.attach, help=_default("where blocks attach"))
     add("--retain", choices=get_args(RetainRule), default=defaults.retain, help=_default("which states are kept"))
     add("--offsets", type=_whole(0), metavar="D", help="shifted blocks a round; default: block size - 1")
-    add("--nodes", type=_whole(1), metavar="N", help="node budget of the trie; default: all nodes")
+    add("--nodes", type=_whole(1), metavar="N", help="node budget of the trie; default: 4 times the block size")
 
     add = parser.add_argument_group("prompts").add_argument
     add("--prompts", type=Path, metavar="FILE", help="JSONL: `prompt`, `turns` or `prompt_ids` in every line")

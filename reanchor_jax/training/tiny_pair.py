@@ -31,6 +31,8 @@ WINDOW = 160
 """Tokens of a training text; prompts and answers fit into it, so no position is new in decoding."""
 MAX_PROMPT = 56
 NEW_TOKENS = WINDOW - MAX_PROMPT
+NO_BUDGET = 100_000
+"""Trie nodes beyond what any block size here can fill."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,7 +194,8 @@ def _measure(folder: Path, *, held_out_prompts: list[tuple[int, ...]], echo: Cal
     ]
     results, plain = [], None
     for method, attach, retain in methods:
-        config = DecodeConfig(method=method, attach=attach, retain=retain)
+        # No budget: the comparison of rules should not depend on what each loses to a cut.
+        config = DecodeConfig(method=method, attach=attach, retain=retain, nodes=NO_BUDGET)
         decoding = make_decoder(config, 96)(pair, held_out_prompts)
         plain = decoding.token_ids if plain is None else plain
         name = method if method == "dflash" else f"{method} {attach} {retain}"
