@@ -9,6 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from reanchor_jax.checkpoint.dflash_config import is_drafter
+from reanchor_jax.checkpoint.fill import named_parameters
 from reanchor_jax.checkpoint.hub import resolve
 from reanchor_jax.checkpoint.load import Plan, plan_drafter, plan_target
 from reanchor_jax.errors import ReanchorError
@@ -32,13 +33,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _print(plan: Plan, path: Path) -> int:
-    print(f"{path}: {len(plan.source.tensors)} tensors, {len(plan.parameters)} parameters")
+    parameters = named_parameters(plan.abstract)
+    print(f"{path}: {len(plan.source.tensors)} tensors, {len(parameters)} parameters")
     for name, found in sorted(plan.source.tensors.items()):
         slot = plan.slots.get(name)
         goes = "-" if slot is None else slot.path if slot.layer is None else f"{slot.path}[{slot.layer}]"
         print(f"  {name}  {list(found.shape)} {found.dtype}  ->  {goes}")
     print("parameters:")
-    for name, leaf in plan.parameters.items():
+    for name, leaf in parameters.items():
         print(f"  {name}  {list(leaf.shape)}")
     for title, entries in plan.fit._asdict().items():
         for entry in entries:

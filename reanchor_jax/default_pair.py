@@ -94,6 +94,16 @@ def default_drafter_path() -> Path:
     return folder
 
 
+def target_source(source: str) -> str | Path:
+    """Where a target is loaded from: the default pair's file where `source` is its name, else `source`."""
+    return default_target_path() if source == DEFAULT_PAIR else source
+
+
+def drafter_source(source: str) -> str | Path:
+    """Where a drafter is loaded from: the default pair's folder where `source` is its name, else `source`."""
+    return default_drafter_path() if source == DEFAULT_PAIR else source
+
+
 def default_cache_dir() -> Path:
     """$REANCHOR_CACHE, else reanchor_jax in $XDG_CACHE_HOME or ~/.cache; an empty one counts as unset."""
     if own := os.environ.get("REANCHOR_CACHE"):

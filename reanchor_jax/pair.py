@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from reanchor_jax.checkpoint import load_drafter, load_target
-from reanchor_jax.default_pair import DEFAULT_PAIR, default_drafter_path, default_target_path
+from reanchor_jax.default_pair import DEFAULT_PAIR, drafter_source, target_source
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.target import Target
@@ -64,10 +64,10 @@ def load_pair(
     """
     if drafter is None and target == DEFAULT_PAIR:
         drafter = DEFAULT_PAIR
-    drafter_source = str(default_drafter_path()) if drafter == DEFAULT_PAIR else drafter
-    target_source = str(default_target_path()) if target == DEFAULT_PAIR else target
-    loaded_drafter = None if drafter_source is None else load_drafter(drafter_source, dtype=dtype, revision=revision)
-    loaded_target = load_target(target_source, dtype=dtype, revision=revision)
+    loaded_drafter = None
+    if drafter is not None:
+        loaded_drafter = load_drafter(drafter_source(drafter), dtype=dtype, revision=revision)
+    loaded_target = load_target(target_source(target), dtype=dtype, revision=revision)
     if loaded_drafter is not None:
         check_pair(loaded_target, loaded_drafter)
     return Pair(loaded_target, loaded_drafter)

@@ -9,7 +9,7 @@ from reanchor_jax.checkpoint.fields import Fields, read_json
 from reanchor_jax.config import DrafterConfig
 from reanchor_jax.errors import ReanchorError
 
-_MAX_BLOCK = 256
+MAX_BLOCK = 256
 # Token ids, table and length are the target's.
 _INERT = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "max_position_embeddings")
 
@@ -75,7 +75,7 @@ def _only_dflash(fields: Fields) -> None:
 
 def _block_size(fields: Fields, section: Fields) -> int:
     """`block_size`, at top level or in `dflash_config`; in both it must be the same."""
-    sizes = {place.integer("block_size", 2, _MAX_BLOCK) for place in (fields, section) if "block_size" in place}
+    sizes = {place.integer("block_size", 2, MAX_BLOCK) for place in (fields, section) if "block_size" in place}
     if not sizes:
         fields.get("block_size")  # raises: missing
     if len(sizes) > 1:

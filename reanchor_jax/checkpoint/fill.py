@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -111,19 +111,18 @@ def compare(
     )
 
 
-def fill(make: Callable[[], M], source: TensorSource, slots: Mapping[str, Slot], layer: LayerConfig) -> M:
+def fill(abstract: M, source: TensorSource, slots: Mapping[str, Slot], layer: LayerConfig) -> M:
     """Builds the module from the file, one parameter at a time.
 
     Each stacked parameter is allocated once in its final dtype and filled tensor by tensor, so that
     the peak is the model, one parameter and one tensor.
 
     Args:
-      make: builds the module with random weights; only its shapes and dtypes are used.
+      abstract: the module with shapes and dtypes in place of weights.
       source: the open file, already compared with the model.
       slots: where each tensor goes.
       layer: what the transforms need to know.
     """
-    abstract = jax.eval_shape(make)
     parameters = named_parameters(abstract)
     names: dict[str, list[str]] = {path: [] for path in parameters}
     for name, slot in slots.items():

@@ -11,7 +11,15 @@ from gguf import GGMLQuantizationType
 from reanchor_jax.checkpoint.fields import Fields
 from reanchor_jax.checkpoint.fill import TensorInfo
 from reanchor_jax.checkpoint.gguf_file import open_gguf
-from reanchor_jax.checkpoint.hf_config import MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH
+from reanchor_jax.checkpoint.hf_config import (
+    MAX_HEAD_DIM,
+    MAX_LAYERS,
+    MAX_MLP_WIDTH,
+    MAX_POSITIONS,
+    MAX_THETA,
+    MAX_VOCAB,
+    MAX_WIDTH,
+)
 from reanchor_jax.config import LayerConfig, Llama3Scaling, RopeConfig, TargetConfig
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.layers import rope_frequencies
@@ -111,7 +119,7 @@ class GGUFSource:
     def _read_rope(self, fields: Fields, head_dim: int) -> RopeConfig:
         fields.only("llama.rope.dimension_count", head_dim, why="partial rotary is not supported")
         fields.only("llama.rope.scaling.type", "none", why="other scalings are not supported")
-        theta = _float32(fields.number("llama.rope.freq_base", above=1, below=1e12))
+        theta = _float32(fields.number("llama.rope.freq_base", above=1, below=MAX_THETA))
         rope = RopeConfig(theta=theta, scaling=None)
         return self._with_llama3_scaling(rope, head_dim) if _FACTORS in self.tensors else rope
 
@@ -151,7 +159,7 @@ def _read_layer(fields: Fields) -> LayerConfig:
     if num_heads % num_kv_heads:
         raise fields.fail("llama.attention.head_count_kv", num_kv_heads, f"a divisor of {num_heads} heads")
     if "llama.attention.key_length" in fields:
-        head_dim = fields.integer("llama.attention.key_length", 2, 1 << 14)
+        head_dim = fields.integer("llama.attention.key_length", 2, MAX_HEAD_DIM)
     else:
         if width % num_heads:
             raise fields.fail("llama.embedding_length", width, f"a multiple of {num_heads} heads")
@@ -163,7 +171,7 @@ def _read_layer(fields: Fields) -> LayerConfig:
     fields.only("llama.expert_used_count", 0, why="mixtures of experts are not supported")
     return LayerConfig(
         hidden_size=width,
-        intermediate_size=fields.integer("llama.feed_forward_length", 1, 1 << 20),
+        intermediate_size=fields.integer("llama.feed_forward_length", 1, MAX_MLP_WIDTH),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,

@@ -6,6 +6,7 @@ only, those that do not change the computation, and all others, which are an err
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from reanchor_jax.checkpoint.fields import Fields, read_json
@@ -13,6 +14,7 @@ from reanchor_jax.config import LayerConfig, Llama3Scaling, RopeConfig, TargetCo
 from reanchor_jax.errors import ReanchorError
 
 MAX_VOCAB, MAX_WIDTH, MAX_LAYERS, MAX_POSITIONS = 1 << 22, 1 << 17, 1 << 10, 1 << 28
+MAX_MLP_WIDTH, MAX_HEAD_DIM, MAX_THETA = 1 << 20, 1 << 14, 1e12
 """Bounds far above any model, so that a damaged number is named before anything is allocated."""
 
 # fmt: off
@@ -41,7 +43,7 @@ INERT = (
 )
 # fmt: on
 
-_CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def read_target_config(folder: Path) -> TargetConfig:
@@ -54,9 +56,9 @@ def read_target_config(folder: Path) -> TargetConfig:
     fields = Fields(read_json(path), str(path))
     _refuse_drafter(fields)
     model_type = fields.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _CLASSES:
+    if not isinstance(model_type, str) or model_type not in CLASSES:
         raise fields.fail("model_type", model_type, "llama or qwen3, the supported targets")
-    fields.only("architectures", [_CLASSES[model_type]])
+    fields.only("architectures", [CLASSES[model_type]])
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
     num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
     config = TargetConfig(
@@ -80,7 +82,7 @@ def read_target_config(folder: Path) -> TargetConfig:
         return config
     more = _eos_ids(Fields(read_json(generation), str(generation)), vocab_size)
     ids = tuple(sorted({*config.eos_token_ids, *more}))
-    return TargetConfig(**{**vars(config), "eos_token_ids": ids})
+    return dataclasses.replace(config, eos_token_ids=ids)
 
 
 def read_layer(fields: Fields, *, qk_norm: bool, head_dim_required: bool) -> LayerConfig:
@@ -96,14 +98,14 @@ def read_layer(fields: Fields, *, qk_norm: bool, head_dim_required: bool) -> Lay
             raise fields.fail("hidden_size", width, f"a multiple of the {num_heads} heads (head_dim is not given)")
         head_dim = width // num_heads
     else:
-        head_dim = fields.integer("head_dim", 2, 1 << 14)
+        head_dim = fields.integer("head_dim", 2, MAX_HEAD_DIM)
     if head_dim % 2:
         raise fields.fail("head_dim", head_dim, "an even number, for the rotary embedding")
     if fields.get("hidden_act") != "silu":
         raise fields.fail("hidden_act", fields.get("hidden_act"), '"silu"; nothing else is supported')
     return LayerConfig(
         hidden_size=width,
-        intermediate_size=fields.integer("intermediate_size", 1, 1 << 20),
+        intermediate_size=fields.integer("intermediate_size", 1, MAX_MLP_WIDTH),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -119,7 +121,7 @@ def read_rope(fields: Fields) -> RopeConfig:
     """
     thetas, scalings = [], []
     if "rope_theta" in fields:
-        thetas.append(fields.number("rope_theta", above=1, below=1e12))
+        thetas.append(fields.number("rope_theta", above=1, below=MAX_THETA))
     for name in ("rope_scaling", "rope_parameters"):
         if fields.get_or_none(name) is None:
             if name == "rope_scaling" and name in fields:
@@ -127,7 +129,7 @@ def read_rope(fields: Fields) -> RopeConfig:
             continue
         section = fields.section(name)
         if "rope_theta" in section:
-            thetas.append(section.number("rope_theta", above=1, below=1e12))
+            thetas.append(section.number("rope_theta", above=1, below=MAX_THETA))
         scalings.append(_read_scaling(section))
     if not thetas:
         raise ReanchorError(f"{fields.where}: rope_theta is missing; add it, no default is assumed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -27,7 +26,6 @@ from reanchor_jax.checkpoint.rules import (
     target_rules,
 )
 from reanchor_jax.checkpoint.safetensors_source import SafetensorsSource
-from reanchor_jax.config import LayerConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.target import Target
@@ -41,15 +39,20 @@ class Plan(NamedTuple, Generic[M]):
 
     source: TensorSource
     slots: dict[str, Slot]
-    parameters: dict[str, jax.ShapeDtypeStruct]
-    layer: LayerConfig
+    abstract: M
+    """The module with shapes and dtypes in place of weights."""
     fit: Fit
-    make: Callable[[], M]
+
+    def check(self) -> None:
+        """Raises ReanchorError where file and model do not match."""
+        self.fit.check(self.source.name)
 
     def run(self) -> M:
-        """Reads the tensors into a new module."""
-        self.fit.check(self.source.name)
-        return fill(self.make, self.source, self.slots, self.layer)
+        """Reads the tensors into a new module; errors as in `load_target`."""
+        self.check()
+        if HEAD_NAME in self.source.tensors and HEAD_NAME not in self.slots:
+            _check_tied(self.source)
+        return fill(self.abstract, self.source, self.slots, self.abstract.config.layer)
 
 
 def load_target(source: str | Path, *, dtype: DTypeLike = jnp.float32, revision: str | None = None) -> Target:
@@ -64,11 +67,7 @@ def load_target(source: str | Path, *, dtype: DTypeLike = jnp.float32, revision:
     Raises:
       ReanchorError: the checkpoint is missing, damaged, unsupported, or does not match its config.
     """
-    plan = plan_target(resolve(source, revision), float_dtype(dtype))
-    target = plan.run()
-    if target.lm_head is None and HEAD_NAME in plan.source.tensors:
-        _check_tied(plan.source)
-    return target
+    return plan_target(resolve(source, revision), float_dtype(dtype)).run()
 
 
 def load_drafter(source: str | Path, *, dtype: DTypeLike = jnp.float32, revision: str | None = None) -> Drafter:
@@ -78,20 +77,20 @@ def load_drafter(source: str | Path, *, dtype: DTypeLike = jnp.float32, revision
 
 def plan_target(path: Path, dtype: jnp.dtype) -> Plan[Target]:
     """Opens the checkpoint of a target and compares it with its config."""
+    copies: tuple[str, ...] = ()
     if path.is_dir():
         config, source = read_target_config(path), SafetensorsSource(path)
         slots = expand(target_rules(config), config.num_layers)
+        copies = (HEAD_NAME,) if config.tie_word_embeddings else ()
     elif is_gguf(path):
         source = GGUFSource(path)
         config = source.config
         slots = expand(gguf_rules(config), config.num_layers)
     else:
         raise ReanchorError(f"{path} is no GGUF file; expected one, or a folder with config.json and safetensors")
-    make = lambda: Target(config, dtype=dtype, rngs=nnx.Rngs(0))
-    parameters = named_parameters(jax.eval_shape(make))
-    copies = (HEAD_NAME,) if config.tie_word_embeddings else ()
-    fit = compare(source.tensors, slots, parameters, source.dtypes, copies)
-    return Plan(source, slots, parameters, config.layer, fit, make)
+    abstract = jax.eval_shape(lambda: Target(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    fit = compare(source.tensors, slots, named_parameters(abstract), source.dtypes, copies)
+    return Plan(source, slots, abstract, fit)
 
 
 def plan_drafter(path: Path, dtype: jnp.dtype) -> Plan[Drafter]:
@@ -100,10 +99,9 @@ def plan_drafter(path: Path, dtype: jnp.dtype) -> Plan[Drafter]:
         raise ReanchorError(f"{path} is a file; expected a drafter's folder with config.json and safetensors")
     config, source = read_drafter_config(path), SafetensorsSource(path)
     slots = expand(drafter_rules(config), config.num_layers)
-    make = lambda: Drafter(config, dtype=dtype, rngs=nnx.Rngs(0))
-    parameters = named_parameters(jax.eval_shape(make))
-    fit = compare(source.tensors, slots, parameters, source.dtypes)
-    return Plan(source, slots, parameters, config.layer, fit, make)
+    abstract = jax.eval_shape(lambda: Drafter(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    fit = compare(source.tensors, slots, named_parameters(abstract), source.dtypes)
+    return Plan(source, slots, abstract, fit)
 
 
 def float_dtype(dtype: DTypeLike) -> jnp.dtype:

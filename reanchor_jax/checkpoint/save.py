@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from reanchor_jax.checkpoint.fill import named_parameters
+from reanchor_jax.checkpoint.hf_config import CLASSES
 from reanchor_jax.checkpoint.load import float_dtype
 from reanchor_jax.checkpoint.rules import Rule, drafter_rules, expand, target_rules
 from reanchor_jax.checkpoint.safetensors_source import SINGLE
@@ -22,8 +23,6 @@ from reanchor_jax.config import LayerConfig, RopeConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.target import Target
-
-_CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def save_target(target: Target, folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16) -> None:
@@ -43,7 +42,7 @@ def save_target(target: Target, folder: str | Path, *, dtype: DTypeLike = jnp.bf
     config, dtype = target.config, float_dtype(dtype)
     ids = config.eos_token_ids
     data = {
-        "architectures": [_CLASSES[config.model_type]],
+        "architectures": [CLASSES[config.model_type]],
         "model_type": config.model_type,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": ids[0] if len(ids) == 1 else list(ids) or None,

@@ -9,13 +9,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from reanchor_jax.checkpoint import load_target
 from reanchor_jax.checkpoint.hub import resolve
 from reanchor_jax.checkpoint.load import Plan, plan_drafter, plan_target
 from reanchor_jax.cli.arguments import Options
 from reanchor_jax.cli.prompts import Prompt
 from reanchor_jax.config import TargetConfig
-from reanchor_jax.default_pair import DEFAULT_PAIR, default_drafter_path, default_target_path
+from reanchor_jax.default_pair import DEFAULT_PAIR, drafter_source, target_source
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.pair import Pair, check_pair
@@ -28,11 +27,14 @@ class Models:
     """What is known of the models without their weights."""
 
     options: Options
-    path: Path  # of the target
     target: Plan[Target]
     drafter: Plan[Drafter] | None
-    config: TargetConfig
     tokenizer: ChatTokenizer | None
+
+    @property
+    def config(self) -> TargetConfig:
+        """The target's."""
+        return self.target.abstract.config
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -49,10 +51,7 @@ class Models:
           ReanchorError: tensors that cannot be read.
         """
         drafter = None if self.drafter is None else self.drafter.run()
-        # `load_target` opens the checkpoint again to compare a tied head; GGUF files have none, and
-        # reading their vocabulary twice takes seconds.
-        target = self.target.run() if self.path.is_file() else load_target(self.path, dtype=_dtype(self.options))
-        return jax.block_until_ready(Pair(target, drafter))
+        return jax.block_until_ready(Pair(self.target.run(), drafter))
 
     def encode(self, prompt: Prompt, answers: Sequence[str] = ()) -> list[int]:
         """Token ids of a prompt, or of its conversation up to the turn behind `answers`.
@@ -113,27 +112,21 @@ def open_models(options: Options) -> Models:
     dtype = _dtype(options)
     revisions = _revisions(options)
     # The drafter first: the default one is here, while the default target may have to be fetched.
-    drafter, abstract_drafter = None, None
+    drafter = None
     if options.drafter is not None:
-        default = options.drafter == DEFAULT_PAIR
-        path = default_drafter_path() if default else resolve(options.drafter, revisions[options.drafter])
-        drafter = plan_drafter(path, dtype)
-        drafter.fit.check(drafter.source.name)
-        abstract_drafter = jax.eval_shape(drafter.make)
-        options.decode.validate(abstract_drafter.config.block_size)
-    default = options.target == DEFAULT_PAIR
-    path = default_target_path() if default else resolve(options.target, revisions[options.target])
+        drafter = plan_drafter(resolve(drafter_source(options.drafter), revisions[options.drafter]), dtype)
+        drafter.check()
+        options.decode.validate(drafter.abstract.config.block_size)
+    path = resolve(target_source(options.target), revisions[options.target])
     target = plan_target(path, dtype)
-    target.fit.check(target.source.name)
-    abstract_target = jax.eval_shape(target.make)
-    if abstract_drafter is not None:
-        check_pair(abstract_target, abstract_drafter)
-    config = abstract_target.config
-    _check_options(options, config)
+    target.check()
+    if drafter is not None:
+        check_pair(target.abstract, drafter.abstract)
+    _check_options(options, target.abstract.config)
     tokenizer = load_tokenizer(path)
     if tokenizer is None and options.stop:
         raise ReanchorError(f"--stop needs text, but {options.target} has no tokenizer; leave it out")
-    return Models(options, path, target, drafter, config, tokenizer)
+    return Models(options, target, drafter, tokenizer)
 
 
 def _check_options(options: Options, config: TargetConfig) -> None:

@@ -6,11 +6,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import jax.numpy as jnp
 
 from reanchor_jax.checkpoint import load_drafter, load_target
-from reanchor_jax.default_pair import DEFAULT_PAIR, default_drafter_path, default_target_path
+from reanchor_jax.default_pair import drafter_source, target_source
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.pair import check_pair
 from reanchor_jax.target import Target
@@ -48,11 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(options: Options) -> None:
-    source = str(default_target_path()) if options.target == DEFAULT_PAIR else options.target
+    source = target_source(options.target)
     target = load_target(source, dtype=jnp.float32, revision=options.revision)
     if options.init is not None:
-        init = str(default_drafter_path()) if options.init == DEFAULT_PAIR else options.init
-        drafter = load_drafter(init, dtype=jnp.float32)
+        drafter = load_drafter(drafter_source(options.init), dtype=jnp.float32)
         check_pair(target, drafter)
     else:
         assert options.mask_token_id is not None
@@ -80,7 +80,7 @@ def _train(options: Options) -> None:
         echo(f"saved {options.out / 'drafter'}")
 
 
-def _texts(options: Options, source: str, target: Target) -> tuple[list[Text], list[Text]]:
+def _texts(options: Options, source: str | Path, target: Target) -> tuple[list[Text], list[Text]]:
     """Training texts and held-out ones; answers the prompts first where they are prompts."""
     vocab_size, answers = target.config.vocab_size, options.answers
     held_out = None

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from reanchor_jax.checkpoint.dflash_config import MAX_BLOCK
 from reanchor_jax.config import DrafterConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
@@ -51,7 +52,7 @@ def new_drafter_config(
     ids = spread_layer_ids(t.num_layers) if target_layer_ids is None else target_layer_ids
     for name, got, fine, expected in (
         ("--layers", num_layers, 1 <= num_layers <= 64, "1 to 64"),
-        ("--block-size", block_size, 2 <= block_size <= 256, "2 to 256"),
+        ("--block-size", block_size, 2 <= block_size <= MAX_BLOCK, f"2 to {MAX_BLOCK}"),
         ("--mask-token-id", mask_token_id, 0 <= mask_token_id < t.vocab_size, f"0 to {t.vocab_size - 1}"),
         (
             "--target-layer-ids",
