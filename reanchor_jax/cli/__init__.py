@@ -1,6 +1,6 @@
 """The command line `python -m reanchor_jax.generate`, in the order of a run:
 
-arguments      flags to `Options`
+arguments      flags to `Options`; `flags` has what the training command shares
 prompts        PROMPT or a JSONL file to `Prompt`s
 models         checkpoints and tokenizer, held against the request before weights are read
 session        prompts to answers, turn by turn

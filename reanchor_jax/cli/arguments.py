@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 from reanchor_jax import __version__
+from reanchor_jax.cli.flags import Parser, whole
 from reanchor_jax.config import AttachRule, DecodeConfig, DraftRule, Method, RetainRule
 from reanchor_jax.default_pair import DEFAULT_PAIR
 from reanchor_jax.errors import ReanchorError
@@ -108,19 +109,12 @@ def _check_together(options: Options) -> None:
         )
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ReanchorError(f"{message}; see --help")
-
-
 def _parser() -> argparse.ArgumentParser:
     defaults = DecodeConfig()
-    parser = _Parser(
+    parser = Parser(
         prog="python -m reanchor_jax.generate",
         description="Generates text by ReAnchor speculative decoding, and reports what it cost.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to answer or continue")
     parser.add_argument("--version", action="version", version=f"reanchor-jax {__version__}")
@@ -133,15 +127,15 @@ def _parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("decoding").add_argument
     add("--method", choices=get_args(Method), default=defaults.method, help=_default("ar is plain decoding"))
-    add("--max-new-tokens", type=_whole(0), default=256, metavar="N", help=_default("tokens to generate at most"))
+    add("--max-new-tokens", type=whole(0), default=256, metavar="N", help=_default("tokens to generate at most"))
     add("--temperature", type=float, default=defaults.temperature, metavar="T", help=_default("0: the top token"))
     add("--top-k", type=int, default=defaults.top_k, metavar="K", help=_default("0: all tokens"))
     add("--top-p", type=float, default=defaults.top_p, metavar="P", help=_default("1: all tokens"))
     add("--min-p", type=float, default=defaults.min_p, metavar="P", help=_default("0: all tokens"))
-    add("--seed", type=_whole(0, 2**32 - 1), default=0, metavar="N", help=_default("of all randomness"))
+    add("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help=_default("of all randomness"))
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
     add("--ignore-eos", action="store_true", help="go on after end-of-text tokens")
-    add("--max-len", type=_whole(2), metavar="N", help="one cache size for all prompts: prompt and new tokens together")
+    add("--max-len", type=whole(2), metavar="N", help="one cache size for all prompts: prompt and new tokens together")
 
     add = parser.add_argument_group("speculation (never changes which text comes out, only how fast)").add_argument
     rule_help = "how drafts are chosen; sample and coupled draw at temperature 0 too"
@@ -149,8 +143,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--draft-temperature", type=float, metavar="T", help="of sample and coupled; default: --temperature, or 1 at 0")
     add("--attach", choices=get_args(AttachRule), default=defaults.attach, help=_default("where blocks attach"))
     add("--retain", choices=get_args(RetainRule), default=defaults.retain, help=_default("which states are kept"))
-    add("--offsets", type=_whole(0), metavar="D", help="shifted blocks a round; default: block size - 1")
-    add("--nodes", type=_whole(1), metavar="N", help="node budget of the trie; default: 4 times the block size")
+    add("--offsets", type=whole(0), metavar="D", help="shifted blocks a round; default: block size - 1")
+    add("--nodes", type=whole(1), metavar="N", help="node budget of the trie; default: 4 times the block size")
 
     add = parser.add_argument_group("prompts").add_argument
     add("--prompts", type=Path, metavar="FILE", help="JSONL: `prompt`, `turns` or `prompt_ids` in every line")
@@ -163,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--resume", action="store_true", help="go on with an --output that was interrupted")
     add("--json", action="store_true", help="print JSON, one result a line, and nothing else")
     logprobs_help = "log-probabilities of every token, and of the top K (default 0); PROMPT stands before it"
-    add("--logprobs", type=_whole(0), nargs="?", const=0, metavar="K", help=logprobs_help)
+    add("--logprobs", type=whole(0), nargs="?", const=0, metavar="K", help=logprobs_help)
     add("--check", action="store_true", help="decode plainly too; compare ids and speed")
     add("--trace", type=Path, metavar="FILE", help="JSONL: blocks, sites, trie and accepted path of every round")
     add("--no-compile-cache", dest="compile_cache", action="store_false", help="keep no compiled programs on disk")
@@ -172,19 +166,3 @@ def _parser() -> argparse.ArgumentParser:
 
 def _default(text: str) -> str:
     return f"{text} (default %(default)s)"
-
-
-def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """argparse type of an integer within bounds."""
-
-    def convert(text: str) -> int:
-        expected = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}") from None
-        if value < least or (most is not None and value > most):
-            raise argparse.ArgumentTypeError(f"got {value}, expected {expected}")
-        return value
-
-    return convert

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
+from reanchor_jax.cli.flags import Parser, whole
 from reanchor_jax.default_pair import DEFAULT_PAIR
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.training.optimizer import OptimizerConfig
@@ -16,9 +17,10 @@ from reanchor_jax.training.tiny_pair import TinyPairConfig
 from reanchor_jax.training.trainer import TrainConfig
 
 _EPILOG = """\
-The run lives in --out: train.json (settings), log.jsonl, checkpoints/, drafter/ (z-lab format,
-for --drafter of the other commands). The same command line goes on with a run that was stopped,
-by Ctrl-C or by force. Exit codes: 0 done; 2 bad input, one line on stderr; 130 interrupted.
+The run lives in --out: train.json (settings), log.jsonl, checkpoints/, and two drafters in z-lab
+format, for --drafter of the other commands: drafter/, the latest, and best/, that of the highest
+held-out proxy tau. The same command line goes on with a run that was stopped, by Ctrl-C or by force.
+Exit codes: 0 done; 2 bad input, one line on stderr; 130 interrupted.
 """
 
 _TRAINING = (
@@ -26,6 +28,12 @@ _TRAINING = (
     *("log_every", "eval_every", "checkpoint_every", "tau_prompts", "tau_tokens"),
 )
 """Flags that are fields of `TrainConfig` as they are."""
+
+_DEFAULTS = {
+    **{"steps": 2000, "rows": 4, "anchors": 32, "learning_rate": 5e-4, "gamma": 4.0, "seed": 0},
+    **{"layers": 3, "block_size": 16, "start": "layers"},
+}
+"""Of a run for any target; the recipe, which shares these flags, has its own in `TinyPairConfig`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,28 +81,24 @@ def parse(argv: Sequence[str] | None) -> Options | tuple[TinyPairConfig, Path]:
         raise ReanchorError("--mask-token-id is missing; name a token that the target never writes, or --init DRAFTER")
     if (flags["prompts"] is None) == (flags["answers"] is None):
         raise ReanchorError("expected either --prompts FILE.jsonl or --answers FILE.jsonl; give one of them")
-    steps = 2000 if flags["steps"] is None else flags["steps"]
-    flags.pop("steps")
-    warmup = flags.pop("warmup")
+    flags |= {name: value for name, value in _DEFAULTS.items() if flags[name] is None}
+    steps, warmup = flags.pop("steps"), flags.pop("warmup")
     optimizer = OptimizerConfig(
         steps=steps,
-        learning_rate=_or(flags.pop("learning_rate"), 5e-4),
+        learning_rate=flags.pop("learning_rate"),
         warmup=min(100, steps // 10) if warmup is None else warmup,
         weight_decay=flags.pop("weight_decay"),
     )
     optimizer.validate()
     config = TrainConfig(
         optimizer=optimizer,
-        num_rows=_or(flags.pop("rows"), 4),
-        num_anchors=_or(flags.pop("anchors"), 32),
-        gamma=_or(flags.pop("gamma"), 4.0),
-        seed=_or(flags.pop("seed"), 0),
+        num_rows=flags.pop("rows"),
+        num_anchors=flags.pop("anchors"),
+        gamma=flags.pop("gamma"),
+        seed=flags.pop("seed"),
         eval_first=flags["init"] is not None,
         **{name: flags.pop(name) for name in _TRAINING},
     )
-    defaults: dict[str, Any] = {"layers": 3, "block_size": 16, "start": "layers"}
-    for name, value in defaults.items():
-        flags[name] = _or(flags[name], value)
     return Options(config=config, **flags)
 
 
@@ -114,23 +118,13 @@ def _recipe(flags: dict[str, Any]) -> tuple[TinyPairConfig, Path]:
     return config, flags["out"]
 
 
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ReanchorError(f"{message}; see --help")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m reanchor_jax.train",
         description="Trains a DFlash drafter for a target, from prompts or from the target's own answers.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
+    d = _DEFAULTS
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="folder of the run")
     add("--target", default=DEFAULT_PAIR, metavar="SOURCE", help="hub id, folder, GGUF file or %(default)s (default)")
@@ -144,63 +138,52 @@ def _parser() -> argparse.ArgumentParser:
         help="JSONL: `prompt`, `turns` or `prompt_ids`, for the target to answer",
     )
     add("--answers", type=Path, metavar="FILE", help="JSONL (.gz): `prompt_ids`, `answer_ids` of the target, `source`")
-    add("--held-out", type=_whole(1), default=64, metavar="N", help="texts kept for evaluation (default %(default)s)")
+    add("--held-out", type=whole(1), default=64, metavar="N", help="texts kept for evaluation (default %(default)s)")
     add("--held-out-answers", type=Path, metavar="FILE", help="texts for evaluation from a file of their own")
-    add("--max-len", type=_whole(8), default=512, metavar="N", help="tokens of a text at most (default %(default)s)")
-    add("--max-new-tokens", type=_whole(2), default=200, metavar="N", help="of an answer (default %(default)s)")
-    add("--answer-rows", type=_whole(1), default=16, metavar="N", help="prompts answered at once (default %(default)s)")
+    add("--max-len", type=whole(8), default=512, metavar="N", help="tokens of a text at most (default %(default)s)")
+    add("--max-new-tokens", type=whole(2), default=200, metavar="N", help="of an answer (default %(default)s)")
+    add("--answer-rows", type=whole(1), default=16, metavar="N", help="prompts answered at once (default %(default)s)")
 
     add = parser.add_argument_group("drafter").add_argument
     add("--init", metavar="SOURCE", help="drafter to go on from: folder, hub id, or smollm2-135m")
     add("--start", choices=get_args(Start), help="new drafter: the target's last layers (default) or random weights")
-    add("--layers", type=_whole(1), metavar="N", help="new drafter: layers (default 3)")
-    add("--block-size", type=_whole(2), metavar="B", help="new drafter: anchor and drafts of a block (default 16)")
-    add("--mask-token-id", type=_whole(0), metavar="ID", help="new drafter: a token that the target never writes")
+    add("--layers", type=whole(1), metavar="N", help=f"new drafter: layers (default {d['layers']})")
+    add(
+        "--block-size",
+        type=whole(2),
+        metavar="B",
+        help=f"new drafter: anchor and drafts of a block (default {d['block_size']})",
+    )
+    add("--mask-token-id", type=whole(0), metavar="ID", help="new drafter: a token that the target never writes")
     add("--target-layer-ids", type=_ids, metavar="I,J,..", help="new drafter: tapped layers (default: 5 spread ones)")
 
     add = parser.add_argument_group("optimization").add_argument
-    add("--steps", type=_whole(1), metavar="N", help="(default 2000)")
-    add("--rows", type=_whole(1), metavar="R", help="texts of a step (default 4)")
-    add("--anchors", type=_whole(1), metavar="K", help="blocks of a text and step (default 32)")
-    add("--learning-rate", type=float, metavar="LR", help="at its peak (default 5e-4)")
-    add("--warmup", type=_whole(0), metavar="N", help="steps of growth (default: a tenth, at most 100)")
+    add("--steps", type=whole(1), metavar="N", help=f"(default {d['steps']})")
+    add("--rows", type=whole(1), metavar="R", help=f"texts of a step (default {d['rows']})")
+    add("--anchors", type=whole(1), metavar="K", help=f"blocks of a text and step (default {d['anchors']})")
+    add("--learning-rate", type=float, metavar="LR", help=f"at its peak (default {d['learning_rate']:g})")
+    add("--warmup", type=whole(0), metavar="N", help="steps of growth (default: a tenth, at most 100)")
     add("--weight-decay", type=float, default=0.01, metavar="W", help="of matrices (default %(default)s)")
-    add("--gamma", type=_above_0, metavar="G", help="draft k has weight exp(-(k - 1) / G) (default 4)")
-    add("--train-vocab", type=_whole(2), metavar="V", help="score the V most frequent answer tokens only")
-    add("--seed", type=_whole(0, 2**31 - 1), metavar="N", help="(default 0)")
+    add("--gamma", type=_above_0, metavar="G", help=f"draft k has weight exp(-(k - 1) / G) (default {d['gamma']:g})")
+    add("--train-vocab", type=whole(2), metavar="V", help="score the V most frequent answer tokens only")
+    add("--seed", type=whole(0, 2**31 - 1), metavar="N", help=f"(default {d['seed']})")
     add("--feature-dtype", choices=("float32", "bfloat16"), default="float32", help="of remembered target features")
     add("--memo-gb", type=float, default=4.0, metavar="GB", help="memory for target features (default %(default)s)")
 
     add = parser.add_argument_group("reports").add_argument
-    add("--log-every", type=_whole(1), default=10, metavar="N", help="steps (default %(default)s)")
-    add("--eval-every", type=_whole(1), default=500, metavar="N", help="steps (default %(default)s)")
-    add("--checkpoint-every", type=_whole(1), default=250, metavar="N", help="steps (default %(default)s)")
-    add("--tau-prompts", type=_whole(0), default=8, metavar="N", help="prompts really decoded (default %(default)s)")
-    add("--tau-tokens", type=_whole(2), default=64, metavar="N", help="new tokens of each (default %(default)s)")
+    add("--log-every", type=whole(1), default=10, metavar="N", help="steps (default %(default)s)")
+    add("--eval-every", type=whole(1), default=500, metavar="N", help="steps (default %(default)s)")
+    add("--checkpoint-every", type=whole(1), default=250, metavar="N", help="steps (default %(default)s)")
+    add("--tau-prompts", type=whole(0), default=8, metavar="N", help="prompts really decoded (default %(default)s)")
+    add("--tau-tokens", type=whole(2), default=64, metavar="N", help="new tokens of each (default %(default)s)")
 
     add = parser.add_argument_group("recipe").add_argument
     recipe_help = "a byte-level target and its drafter from nothing, in minutes; of the flags above only those of shape"
     add("--recipe", choices=("tiny-pair",), help=recipe_help)
     add("--text", type=Path, metavar="FILE", help="text to learn (default: synthetic documents)")
     add("--model-type", choices=("qwen3", "llama"), help="of the target (default qwen3)")
-    add("--target-steps", type=_whole(1), metavar="N", help="training steps of the target (default 420)")
+    add("--target-steps", type=whole(1), metavar="N", help="training steps of the target (default 420)")
     return parser
-
-
-def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """argparse type of an integer within bounds."""
-
-    def convert(text: str) -> int:
-        expected = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}") from None
-        if value < least or (most is not None and value > most):
-            raise argparse.ArgumentTypeError(f"got {value}, expected {expected}")
-        return value
-
-    return convert
 
 
 def _above_0(text: str) -> float:

@@ -1,0 +1,41 @@
+"""What the flags of both command lines share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import NoReturn
+
+from reanchor_jax.errors import ReanchorError
+
+
+class Parser(argparse.ArgumentParser):
+    """Shows an epilog as it is written, takes no abbreviated flags, and raises ReanchorError on bad ones."""
+
+    def __init__(self, *, prog: str, description: str, epilog: str):
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise ReanchorError(f"{message}; see --help")
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """argparse type of an integer within bounds."""
+
+    def convert(text: str) -> int:
+        expected = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}") from None
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"got {value}, expected {expected}")
+        return value
+
+    return convert
