@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from reanchor_jax.cache import KVCache
+from reanchor_jax.cache import KVCache, init_cache
 from reanchor_jax.config import TargetConfig
 from reanchor_jax.layers import Segment, make_rope, rms_norm, stack_layers
 
@@ -97,3 +97,11 @@ class Target(nnx.Module):
             taps = taps.at[tap_ids.index(num_layers - 1)].set(hidden)
         features = taps.transpose(1, 0, 2).reshape(num_tokens, -1)
         return TargetOutput(hidden, features, k, v)
+
+
+def forward_text(target: Target, tokens: jax.Array, tap_ids: tuple[int, ...] = ()) -> TargetOutput:
+    """The target's causal forward over one whole text [T]."""
+    size = tokens.shape[0]
+    no_cache = init_cache(target.config.layer, target.config.num_layers, 0, target.dtype)
+    causal = jnp.tril(jnp.ones((size, size), bool))
+    return target(tokens, jnp.arange(size), no_cache, jnp.int32(0), causal, tap_ids)

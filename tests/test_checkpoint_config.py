@@ -14,6 +14,7 @@ from reanchor_jax.checkpoint import load_drafter, load_target
 from reanchor_jax.checkpoint.dflash_config import read_drafter_config
 from reanchor_jax.checkpoint.hf_config import read_target_config
 from reanchor_jax.config import Llama3Scaling
+from reanchor_jax.target import forward_text
 from tests.checkpoint_folders import (
     LLAMA3,
     changed,
@@ -273,11 +274,7 @@ def test_huge_sizes_meet_the_file_before_any_allocation(tmp_path):
 
 @jax.jit
 def target_output(target) -> jax.Array:
-    num = 40
-    tokens = jnp.arange(num, dtype=jnp.int32) * 7 % 150
-    cache = init_cache(target.config.layer, target.config.num_layers, 0, jnp.float32)
-    positions, mask = jnp.arange(num, dtype=jnp.int32), jnp.tril(jnp.ones((num, num), bool))
-    return target(tokens, positions, cache, jnp.int32(0), mask).hidden
+    return forward_text(target, jnp.arange(40, dtype=jnp.int32) * 7 % 150).hidden
 
 
 @jax.jit

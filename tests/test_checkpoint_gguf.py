@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from reanchor_jax.cache import init_cache
 from reanchor_jax.checkpoint import load_drafter, load_target
 from reanchor_jax.checkpoint.fill import named_parameters
 from reanchor_jax.checkpoint.gguf_source import dequantizable
 from reanchor_jax.checkpoint.rules import pairs_to_halves
+from reanchor_jax.target import forward_text
 from tests.checkpoint_folders import LLAMA3, refuses, target_config, target_tensors, write_folder
 
 NAMES = {
@@ -128,11 +128,7 @@ def make(
 
 @jax.jit
 def output(target) -> jax.Array:
-    num = 40
-    tokens = jnp.arange(num, dtype=jnp.int32) * 7 % 150
-    cache = init_cache(target.config.layer, target.config.num_layers, 0, jnp.float32)
-    positions, mask = jnp.arange(num, dtype=jnp.int32), jnp.tril(jnp.ones((num, num), bool))
-    return target(tokens, positions, cache, jnp.int32(0), mask).hidden
+    return forward_text(target, jnp.arange(40, dtype=jnp.int32) * 7 % 150).hidden
 
 
 # ---------------------------------------------------------------- values
@@ -211,6 +207,11 @@ def test_types_that_cannot_be_read(tmp_path):
     """Refused by name before any tensor is read, and every other type is readable."""
     extra = {"blk.1.ffn_up.weight": (np.zeros((96, 64), np.int8), Kind.I8)}
     refuses(lambda: load_target(make(tmp_path, extra=extra)), "unsupported dtypes: blk.1.ffn_up.weight is I8")
+
+
+def test_a_head_by_its_name_in_folders_is_refused(tmp_path):
+    extra = {"lm_head.weight": (np.zeros((2, 2), np.float32), Kind.F32)}
+    refuses(lambda: load_target(make(tmp_path, extra=extra)), "the model has no place for: lm_head.weight")
     unreadable = {kind.name for kind in Kind if not dequantizable(kind)}
     assert {"I8", "I32", "F64", "Q8_K"} <= unreadable
     assert unreadable.isdisjoint([*FLOAT_KINDS, *K_KINDS])

@@ -14,6 +14,7 @@ from reanchor_jax.cache import init_cache
 from reanchor_jax.config import DecodeConfig
 from reanchor_jax.pair import Pair
 from reanchor_jax.sampling import choose_target_tokens, position_noise
+from reanchor_jax.target import forward_text
 from tests import oracle
 from tests.tiny import QUICK, generate_scripted, make_pair, make_prompts, start_stream, step, stream
 
@@ -37,11 +38,8 @@ def pair(block_size: int = 5) -> Pair:
 def forward(pair: Pair, tokens: jax.Array, key: jax.Array, config: DecodeConfig) -> tuple[jax.Array, jax.Array]:
     """Features and the target's tokens of a whole padded sequence [SIZE]."""
     assert pair.drafter is not None
-    nothing = init_cache(pair.target.config.layer, pair.target.config.num_layers, 0, pair.target.dtype)
-    positions, causal = jnp.arange(SIZE), jnp.tril(jnp.ones((SIZE, SIZE), bool))
-    taps = pair.drafter.config.target_layer_ids
-    output = pair.target(tokens, positions, nothing, jnp.int32(0), causal, taps)
-    noise = position_noise(key, positions + 1, VOCAB, config)
+    output = forward_text(pair.target, tokens, pair.drafter.config.target_layer_ids)
+    noise = position_noise(key, jnp.arange(SIZE) + 1, VOCAB, config)
     return output.features, choose_target_tokens(pair.target.logits(output.hidden), noise, config)
 
 

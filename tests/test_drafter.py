@@ -14,7 +14,7 @@ from reanchor_jax.cache import KVCache, init_cache, write_rows
 from reanchor_jax.checkpoint import load_drafter, load_target
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.pair import check_pair
-from reanchor_jax.target import Target
+from reanchor_jax.target import Target, forward_text
 
 GOLDEN = Path(__file__).parent / "golden"
 TARGETS = {
@@ -149,13 +149,8 @@ def test_context_does_not_depend_on_how_it_is_cut(case):
 def features_of(pair: tuple, tokens: jax.Array) -> list[jax.Array]:
     """Target features at the drafter's layer ids, and at those of one layer later."""
     target, drafter = pair
-    num = tokens.shape[0]
-    cache = init_cache(target.config.layer, target.config.num_layers, 0, jnp.float32)
-    mask, positions = jnp.tril(jnp.ones((num, num), bool)), jnp.arange(num, dtype=jnp.int32)
     ids = drafter.config.target_layer_ids
-    return [
-        target(tokens, positions, cache, jnp.int32(0), mask, taps).features for taps in (ids, tuple(i + 1 for i in ids))
-    ]
+    return [forward_text(target, tokens, taps).features for taps in (ids, tuple(i + 1 for i in ids))]
 
 
 def test_features_are_the_reference_s(case):

@@ -16,6 +16,7 @@ from reanchor_jax.config import DecodeConfig
 from reanchor_jax.pair import Pair
 from reanchor_jax.prefill import num_slots
 from reanchor_jax.state import DecodeState
+from reanchor_jax.target import forward_text
 from tests.tiny import (
     QUICK,
     Script,
@@ -74,12 +75,8 @@ def rebuild(pair: Pair, tokens: jax.Array) -> tuple[KVCache, KVCache]:
     """Both caches of a whole token buffer, in one forward without caches."""
     drafter = pair.drafter
     assert drafter is not None
-    size = tokens.shape[0]
-    nothing = init_cache(pair.target.config.layer, pair.target.config.num_layers, 0, pair.target.dtype)
-    causal = jnp.tril(jnp.ones((size, size), bool))
-    taps = drafter.config.target_layer_ids
-    output = pair.target(tokens, jnp.arange(size), nothing, jnp.int32(0), causal, taps)
-    return KVCache(output.k, output.v), drafter.context(output.features, jnp.arange(size))
+    output = forward_text(pair.target, tokens, drafter.config.target_layer_ids)
+    return KVCache(output.k, output.v), drafter.context(output.features, jnp.arange(tokens.shape[0]))
 
 
 def check_caches(state: DecodeState) -> None:

@@ -14,22 +14,16 @@ from reanchor_jax.config import DecodeConfig
 from reanchor_jax.draft import draft_blocks
 from reanchor_jax.pair import Pair
 from reanchor_jax.prefill import prefill
+from reanchor_jax.target import forward_text
 from reanchor_jax.training import blocks
 from reanchor_jax.training import loss as loss_module
-from reanchor_jax.training.blocks import Anchors, block_labels, sample_anchors, text_features
+from reanchor_jax.training.blocks import Anchors, Batch, block_labels, sample_anchors
 from reanchor_jax.training.features import fold_scale
-from reanchor_jax.training.loss import Batch, block_loss, head_cross_entropy, make_head, position_weights
+from reanchor_jax.training.loss import block_loss, head_cross_entropy, make_head, position_weights
 from tests.tiny import make_pair
 
 BLOCK = 5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles():
-    """Half the compile time, same arithmetic."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +42,7 @@ start = jax.jit(prefill, static_argnames=("config", "max_new_tokens"))
 
 @jax.jit
 def features_of(pair: Pair, tokens: jax.Array) -> jax.Array:
-    return text_features(pair.target, tokens, pair.drafter.config.target_layer_ids)
+    return forward_text(pair.target, tokens, pair.drafter.config.target_layer_ids).features
 
 
 @pytest.mark.parametrize("anchor", [3, 11, 19])

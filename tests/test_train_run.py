@@ -27,14 +27,7 @@ from reanchor_jax.training.trainer import TrainConfig, train
 from tests.tiny import make_pair
 
 BLOCK = 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles():
-    """Half the compile time; every program of this module is compiled this way, so bits agree."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from reanchor_jax.attach import Paths
-from reanchor_jax.cache import init_cache
 from reanchor_jax.config import DecodeConfig
 from reanchor_jax.pair import Pair
 from reanchor_jax.state import DecodeState
+from reanchor_jax.target import forward_text
 from reanchor_jax.trie import Trie, merge_trie
 from reanchor_jax.verify import Verdict, trie_sizes, verify_trie
 from tests.test_trie import random_paths
@@ -40,11 +40,7 @@ def verify(
 def alone(pair: Pair, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Logits, features, keys and values of a whole sequence, without any cache."""
     assert pair.drafter is not None
-    nothing = init_cache(pair.target.config.layer, pair.target.config.num_layers, 0, pair.target.dtype)
-    positions = jnp.arange(tokens.shape[0])
-    causal = jnp.tril(jnp.ones((tokens.shape[0], tokens.shape[0]), bool))
-    taps = pair.drafter.config.target_layer_ids
-    output = pair.target(tokens, positions, nothing, jnp.int32(0), causal, taps)
+    output = forward_text(pair.target, tokens, pair.drafter.config.target_layer_ids)
     return pair.target.logits(output.hidden), output.features, output.k, output.v
 
 

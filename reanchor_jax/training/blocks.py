@@ -8,7 +8,7 @@ No block sees another, so they share the context's keys and values and differ in
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,14 @@ import jax.numpy as jnp
 from reanchor_jax.cache import init_cache
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.target import Target
+
+
+class Batch(NamedTuple):
+    """Texts of one step, padded to one length."""
+
+    tokens: Any  # [R, T] int32
+    prompt_lens: Any  # [R] int32
+    lengths: Any  # [R] int32 prompt and answer; 0 for an empty row
 
 
 class Anchors(NamedTuple):
@@ -84,9 +92,28 @@ def block_hidden(
     return jax.vmap(draft_one)(jax.lax.stop_gradient(x), positions)[:, 1:]
 
 
-def text_features(target: Target, tokens: jax.Array, tap_ids: tuple[int, ...]) -> jax.Array:
-    """The target's features [T, C*D] of one text [T] in one causal forward."""
-    size = tokens.shape[0]
-    no_cache = init_cache(target.config.layer, target.config.num_layers, 0, target.dtype)
-    causal = jnp.tril(jnp.ones((size, size), bool))
-    return target(tokens, jnp.arange(size), no_cache, jnp.int32(0), causal, tap_ids).features
+def random_blocks(
+    target: Target, drafter: Drafter, batch: Batch, features: jax.Array, key: jax.Array, num_anchors: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Blocks behind K random anchors of every text; see `block_hidden` and `block_labels`.
+
+    Args:
+      target: frozen.
+      drafter: the network in training.
+      batch: R texts.
+      features: [R, T, C*D] the target's features of the texts.
+      key: PRNG key of the anchors.
+      num_anchors: K (static).
+
+    Returns:
+      Drafter features [R, K, B-1, D], and [R, K, B-1] what they should draft and where that exists.
+    """
+    num_rows, size = batch.tokens.shape
+
+    def one_text(key, tokens, features, prompt_len, length):
+        anchors = sample_anchors(key, prompt_len, length, size, num_anchors)
+        labels, valid = block_labels(tokens, length, anchors, drafter.config.block_size)
+        return block_hidden(target, drafter, tokens, features, anchors.positions), labels, valid
+
+    keys = jax.random.split(key, num_rows)
+    return jax.vmap(one_text)(keys, batch.tokens, features, batch.prompt_lens, batch.lengths)

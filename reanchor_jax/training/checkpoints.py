@@ -89,6 +89,11 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
                     "resume with the same settings, or train into another folder"
                 )
         return
+    write_whole(path, json.dumps(settings, indent=1, sort_keys=True) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file of a run: it is there as a whole or not at all."""
     aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(json.dumps(settings, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)

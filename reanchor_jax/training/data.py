@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from reanchor_jax.errors import ReanchorError
-from reanchor_jax.training.loss import Batch
+from reanchor_jax.training.blocks import Batch
 
 LENGTH_STEP = 128
 """Texts are padded to multiples of this, so that few lengths compile."""

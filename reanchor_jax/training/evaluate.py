@@ -15,8 +15,8 @@ from reanchor_jax.drafter import Drafter
 from reanchor_jax.loop import generate
 from reanchor_jax.pair import Pair
 from reanchor_jax.target import Target
-from reanchor_jax.training.blocks import block_hidden, block_labels, sample_anchors
-from reanchor_jax.training.loss import Batch, Head, in_chunks, position_weights
+from reanchor_jax.training.blocks import Batch, random_blocks
+from reanchor_jax.training.loss import Head, in_chunks, position_weights
 
 PROMPT_STEP = 64
 """Prompts are padded to multiples of this, so that few lengths compile."""
@@ -54,15 +54,8 @@ def held_out_sums(
     gamma: float,
 ) -> HeldOut:
     """Sums over random blocks of a batch; arguments as in `block_loss`, `head` being the whole one."""
-    config, size = drafter.config, batch.tokens.shape[1]
-
-    def one_text(key, tokens, features, prompt_len, length):
-        anchors = sample_anchors(key, prompt_len, length, size, num_anchors)
-        labels, valid = block_labels(tokens, length, anchors, config.block_size)
-        return block_hidden(target, drafter, tokens, features, anchors.positions), labels, valid
-
-    keys = jax.random.split(key, batch.tokens.shape[0])
-    hidden, labels, valid = jax.vmap(one_text)(keys, batch.tokens, features, batch.prompt_lens, batch.lengths)
+    block_size = drafter.config.block_size
+    hidden, labels, valid = random_blocks(target, drafter, batch, features, key, num_anchors)
 
     def score(hidden, rows, labels):
         logits = jnp.einsum("nd,vd->nv", hidden, rows, preferred_element_type=jnp.float32)
@@ -70,9 +63,8 @@ def held_out_sums(
         return jnp.argmax(logits, axis=-1) == labels, jax.nn.logsumexp(logits, axis=-1) - at_label
 
     right, losses = in_chunks(score, hidden.reshape(-1, hidden.shape[-1]), head.rows, labels.reshape(-1))
-    num_drafts = config.block_size - 1
-    right, losses, valid = (x.reshape(-1, num_drafts) for x in (right, losses, valid))
-    weights = jnp.where(valid, position_weights(config.block_size, gamma)[None], 0.0)
+    right, losses, valid = (x.reshape(-1, block_size - 1) for x in (right, losses, valid))
+    weights = jnp.where(valid, position_weights(block_size, gamma)[None], 0.0)
     whole = jnp.all(valid, axis=1)
     accepted = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
     return HeldOut(

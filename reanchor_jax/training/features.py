@@ -18,9 +18,8 @@ import numpy as np
 from flax import nnx
 
 from reanchor_jax.drafter import Drafter
-from reanchor_jax.target import Target
-from reanchor_jax.training.blocks import text_features
-from reanchor_jax.training.loss import Batch
+from reanchor_jax.target import Target, forward_text
+from reanchor_jax.training.blocks import Batch
 
 SCALE_BATCHES = 4
 """Batches that the scale is measured on."""
@@ -31,7 +30,7 @@ def scaled_features(
     target: Target, tokens: jax.Array, scale: jax.Array, *, tap_ids: tuple[int, ...], dtype: str
 ) -> jax.Array:
     """The target's features [R, T, C*D] of texts [R, T], divided by the scale [C*D]."""
-    features = jax.vmap(lambda row: text_features(target, row, tap_ids))(tokens)
+    features = jax.vmap(lambda row: forward_text(target, row, tap_ids).features)(tokens)
     return (features / scale[None, None]).astype(dtype)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.target import Target
-from reanchor_jax.training.blocks import block_hidden, block_labels, sample_anchors
+from reanchor_jax.training.blocks import Batch, random_blocks
 
 CHUNK_ROWS = 512
 """Rows whose logits exist at the same time: 512 x 49,152 float32 are 100 MB."""
@@ -21,14 +21,6 @@ class Head(NamedTuple):
 
     rows: jax.Array  # [V', D]
     index: jax.Array  # [V] int32: token -> its row, -1 where it has none
-
-
-class Batch(NamedTuple):
-    """Texts of one step, padded to one length."""
-
-    tokens: Any  # [R, T] int32
-    prompt_lens: Any  # [R] int32
-    lengths: Any  # [R] int32 prompt and answer; 0 for an empty row
 
 
 def make_head(target: Target, token_ids: np.ndarray | None) -> Head:
@@ -83,6 +75,10 @@ def _chunk_loss_and_gradient(hidden: jax.Array, rows: jax.Array, labels: jax.Arr
 
 
 def in_chunks(run: Any, hidden: jax.Array, rows: jax.Array, labels: jax.Array) -> Any:
+    """`run(hidden, rows, labels)`, which works row by row, over `CHUNK_ROWS` rows at a time.
+
+    Example: 1,200 rows become three chunks of 512, the last one padded; the padding's results are dropped.
+    """
     count = hidden.shape[0]
     if count <= CHUNK_ROWS:
         return run(hidden, rows, labels)
@@ -122,24 +118,15 @@ def block_loss(
       target: frozen.
       head: LM head of training.
       batch: R texts.
-      features: [R, T, C*D] the target's features of the texts.
+      features: [R, T, C*D] the target's features of the texts; a constant.
       key: PRNG key of the anchors.
       num_anchors: K anchors a text (static).
       gamma: decay of the weights (static).
     """
-    config = drafter.config
-    num_rows, size = batch.tokens.shape
-
-    def one_text(key, tokens, features, prompt_len, length):
-        anchors = sample_anchors(key, prompt_len, length, size, num_anchors)
-        labels, valid = block_labels(tokens, length, anchors, config.block_size)
-        return block_hidden(target, drafter, tokens, features, anchors.positions), labels, valid
-
-    keys = jax.random.split(key, num_rows)
-    features = jax.lax.stop_gradient(features)
-    hidden, labels, valid = jax.vmap(one_text)(keys, batch.tokens, features, batch.prompt_lens, batch.lengths)
+    hidden, labels, valid = random_blocks(target, drafter, batch, features, key, num_anchors)
     labels = head.index[labels]  # [R, K, B-1]
-    weights = jnp.where(valid & (labels >= 0), position_weights(config.block_size, gamma)[None, None], 0.0)
+    weights = position_weights(drafter.config.block_size, gamma)[None, None]
+    weights = jnp.where(valid & (labels >= 0), weights, 0.0)
     losses = head_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]), head.rows, jnp.maximum(labels, 0).reshape(-1)
     ).reshape(weights.shape)

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.target import Target
+from reanchor_jax.training.blocks import Batch
 from reanchor_jax.training.evaluate import HeldOut, held_out_sums
-from reanchor_jax.training.loss import Batch, Head, block_loss
+from reanchor_jax.training.loss import Head, block_loss
 from reanchor_jax.training.optimizer import OptimizerConfig, make_optimizer, update
 
 

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from reanchor_jax.cache import init_cache
 from reanchor_jax.config import LayerConfig, RopeConfig, TargetConfig
-from reanchor_jax.target import Target
+from reanchor_jax.target import Target, forward_text
 from reanchor_jax.training.optimizer import OptimizerConfig, make_optimizer, update
 
 MASK_ID, BOS_ID, EOS_ID, VOCAB_SIZE = 128, 129, 130, 132
@@ -57,12 +56,9 @@ def windows(documents: Sequence[str], size: int) -> np.ndarray:
 
 def next_token_loss(target: Target, tokens: jax.Array) -> jax.Array:
     """Mean cross entropy of tokens [R, T] given those before them, () float32."""
-    size = tokens.shape[1]
-    no_cache = init_cache(target.config.layer, target.config.num_layers, 0, target.dtype)
-    causal = jnp.tril(jnp.ones((size, size), bool))
 
     def one_text(tokens: jax.Array) -> jax.Array:
-        logits = target.logits(target(tokens, jnp.arange(size), no_cache, jnp.int32(0), causal).hidden[:-1])
+        logits = target.logits(forward_text(target, tokens).hidden[:-1])
         at_label = jnp.take_along_axis(logits, tokens[1:, None], axis=1)[:, 0]
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - at_label)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from reanchor_jax.errors import ReanchorError
 from reanchor_jax.pair import Pair
 from reanchor_jax.target import Target
 from reanchor_jax.training.answers import Prompt, generate_answers
-from reanchor_jax.training.checkpoints import check_settings
+from reanchor_jax.training.checkpoints import check_settings, write_whole
 from reanchor_jax.training.data import read_answers, split_held_out
 from reanchor_jax.training.evaluate import make_decoder
 from reanchor_jax.training.optimizer import OptimizerConfig
@@ -31,6 +30,8 @@ WINDOW = 160
 """Tokens of a training text; prompts and answers fit into it, so no position is new in decoding."""
 MAX_PROMPT = 56
 NEW_TOKENS = WINDOW - MAX_PROMPT
+MEASURED_TOKENS = 96
+"""New tokens of a prompt when tau is measured."""
 NO_BUDGET = 100_000
 """Trie nodes beyond what any block size here can fill."""
 
@@ -134,7 +135,8 @@ def make_tiny_pair(
         on_step=on_step,
     )
     save_drafter(drafter, folder / "drafter", dtype=np.dtype("float32"))
-    _write_lines(folder / "prompts.jsonl", [{"prompt_ids": list(text.prompt_ids)} for text in held_out])
+    lines = [json.dumps({"prompt_ids": text.prompt_ids}) + "\n" for text in held_out]
+    write_whole(folder / "prompts.jsonl", "".join(lines))
     echo(f"trained after {time.monotonic() - started:.0f} s")
     _measure(folder, held_out_prompts=[text.prompt_ids for text in held_out], echo=echo)
     echo(f"done after {time.monotonic() - started:.0f} s: {folder}")
@@ -196,7 +198,7 @@ def _measure(folder: Path, *, held_out_prompts: list[tuple[int, ...]], echo: Cal
     for method, attach, retain in methods:
         # No budget: the comparison of rules should not depend on what each loses to a cut.
         config = DecodeConfig(method=method, attach=attach, retain=retain, nodes=NO_BUDGET)
-        decoding = make_decoder(config, 96)(pair, held_out_prompts)
+        decoding = make_decoder(config, MEASURED_TOKENS)(pair, held_out_prompts)
         plain = decoding.token_ids if plain is None else plain
         name = method if method == "dflash" else f"{method} {attach} {retain}"
         results.append({"method": name, "tau": decoding.tau, "nodes": decoding.nodes})
@@ -205,12 +207,5 @@ def _measure(folder: Path, *, held_out_prompts: list[tuple[int, ...]], echo: Cal
             f"{name:32} tau {decoding.tau:.3f} ({decoding.tau / results[0]['tau'] - 1:+.1%}), "
             f"{decoding.nodes:.1f} nodes a round, {same}"
         )
-    aside = folder / ".tau.json.partial"
-    aside.write_text(json.dumps({"prompts": len(held_out_prompts), "new_tokens": 96, "results": results}, indent=1))
-    os.replace(aside, folder / "tau.json")
-
-
-def _write_lines(path: Path, rows: list[dict[str, object]]) -> None:
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    os.replace(aside, path)
+    summary = {"prompts": len(held_out_prompts), "new_tokens": MEASURED_TOKENS, "results": results}
+    write_whole(folder / "tau.json", json.dumps(summary, indent=1))

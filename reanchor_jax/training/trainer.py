@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +22,12 @@ from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.pair import Pair, check_pair
 from reanchor_jax.target import Target
-from reanchor_jax.training.checkpoints import Checkpoints, check_settings
+from reanchor_jax.training.blocks import Batch
+from reanchor_jax.training.checkpoints import Checkpoints, check_settings, write_whole
 from reanchor_jax.training.data import Text, batch_index, frequent_tokens, make_batches
 from reanchor_jax.training.evaluate import HeldOut, make_decoder, summary
 from reanchor_jax.training.features import FeatureSource, fold_scale
-from reanchor_jax.training.loss import Batch, make_head
+from reanchor_jax.training.loss import make_head
 from reanchor_jax.training.optimizer import OptimizerConfig
 from reanchor_jax.training.step import TrainState, evaluate_batch, init_optimizer, train_step
 
@@ -266,9 +266,7 @@ def _keep_log_until(path: Path, step: int) -> list[dict[str, Any]]:
                 kept.append(row)
         except (ValueError, KeyError, TypeError):
             continue  # half a line, from a run that was killed
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-    os.replace(aside, path)
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
     return kept
 
 
