@@ -1,6 +1,6 @@
 """Losslessness and tau on held-out prompts of public benchmarks.
 
-    python -m experiments.lossless --prompts DIR [--out FILE.jsonl] [--per-task 8] [--temperature 0 1]
+    python -m experiments.lossless --prompts DIR [--out FILE.jsonl] [--temperature 0 1] [--attach earliest]
 
 Decodes every prompt plainly, then by chain and ReAnchor under each draft rule with the same key,
 and compares token for token. DIR holds JSONL files (`turns`); of each, the first rows after
@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import json
 import random
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ import numpy as np
 from rich.progress import track
 
 from reanchor_jax import DecodeConfig, Pair, ReanchorError, generate, load_pair
+from reanchor_jax.config import AttachRule
 from reanchor_jax.default_pair import DEFAULT_PAIR, default_target_path
 from reanchor_jax.tokenizer import ChatTokenizer, load_tokenizer
 
@@ -50,8 +52,11 @@ def held_out_prompts(
                 yield task, index, ids
 
 
-def settings(temperatures: list[float], nodes: int | None, offsets: int | None) -> dict[str, DecodeConfig]:
+def settings(
+    temperatures: list[float], attach_rules: list[AttachRule], nodes: int | None, offsets: int | None
+) -> dict[str, DecodeConfig]:
     """Names and configs; plain decoding of a temperature comes before what is held against it."""
+    budget = "".join(f" {name}={n}" for name, n in (("nodes", nodes), ("offsets", offsets)) if n is not None)
     table = {}
     for temperature in temperatures:
         table[f"ar T={temperature:g}"] = DecodeConfig(method="ar", temperature=temperature)
@@ -59,22 +64,30 @@ def settings(temperatures: list[float], nodes: int | None, offsets: int | None) 
             table[f"dflash T={temperature:g} {rule}"] = DecodeConfig(
                 method="dflash", temperature=temperature, draft_rule=rule
             )
-            for attach in ("earliest", "fallback"):
-                table[f"reanchor {attach} T={temperature:g} {rule}"] = DecodeConfig(
+            for attach in attach_rules:
+                table[f"reanchor {attach} T={temperature:g} {rule}{budget}"] = DecodeConfig(
                     temperature=temperature, draft_rule=rule, attach=attach, nodes=nodes, offsets=offsets
                 )
     return table
 
 
+def digest(tree: Any) -> str:
+    """A short hash of all arrays, so that records of two drafters never mix."""
+    sha = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        sha.update(np.asarray(leaf).tobytes())
+    return sha.hexdigest()[:12]
+
+
 def run_setting(
     pair: Pair, name: str, config: DecodeConfig, prompts: list[tuple[str, int, list[int]]], size: int,
-    new_tokens: int, done: dict[tuple[str, str, int], Any], out: Path,
+    run_id: dict[str, Any], done: dict[tuple[str, str, int], Any], out: Path,
 ) -> None:  # fmt: skip
     """Decodes the prompts that are not in `done`, appending one record each."""
     todo = [prompt for prompt in prompts if (name, prompt[0], prompt[1]) not in done]
     if not todo:
         return
-    run = jax.jit(functools.partial(generate, config=config, max_new_tokens=new_tokens))
+    run = jax.jit(functools.partial(generate, config=config, max_new_tokens=run_id["new_tokens"]))
     compiled = None
     for task, index, ids in track(todo, description=name):
         padded = np.zeros(size, np.int32)
@@ -87,6 +100,7 @@ def run_setting(
         result = jax.device_get(compiled(*args, key=key))
         rounds = int(result.rounds)
         record = {
+            **run_id,
             "setting": name,
             "task": task,
             "row": index,
@@ -133,23 +147,27 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--prompt-size", type=int, default=256, help="longer prompts are left out")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--nodes", type=int, help="node budget (default: none)")
+    parser.add_argument("--attach", nargs="+", default=["earliest", "fallback"], choices=get_args(AttachRule))
+    parser.add_argument("--nodes", type=int, help="node budget (default: four blocks)")
     parser.add_argument("--offsets", type=int, help="largest offset (default: B - 1)")
     options = parser.parse_args()
     tokenizer = load_tokenizer(default_target_path())
     assert tokenizer is not None
     size = options.prompt_size
     prompts = list(held_out_prompts(options.prompts, options.tasks, options.per_task, tokenizer, size))
+    pair = load_pair(DEFAULT_PAIR, options.drafter)
+    run_id = {"drafter": digest(pair.drafter), "new_tokens": options.new_tokens}
     done: dict[tuple[str, str, int], Any] = {}
     if options.out.exists():
         for line in options.out.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
+            if {name: record.get(name) for name in run_id} != run_id:
+                raise ReanchorError(f"{options.out} holds another run; expected {run_id}: take another --out")
             done[record["setting"], record["task"], record["row"]] = record
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    table = settings(options.temperature, options.nodes, options.offsets)
-    pair = load_pair(DEFAULT_PAIR, options.drafter)
+    table = settings(options.temperature, options.attach, options.nodes, options.offsets)
     for name, config in table.items():
-        run_setting(pair, name, config, prompts, size, options.new_tokens, done, options.out)
+        run_setting(pair, name, config, prompts, size, run_id, done, options.out)
     return 0 if report(table, done, options.tasks) else 1
 
 
