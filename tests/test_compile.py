@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from reanchor_jax.config import DecodeConfig
@@ -74,6 +76,20 @@ def test_streamed_rounds_compile_once():
             nodes.add(int(record.num_nodes))
     assert len(traces) == 1 and start._cache_size() == 1
     assert min(nodes) <= 4 and max(nodes) > 8  # sizes of different verification branches
+
+
+def test_the_program_does_not_grow_with_depth():
+    """Layers are scanned: 24 of them lower to as many lines as 12."""
+
+    def program_lines(num_layers: int) -> int:
+        def deep(network: Any) -> Any:
+            config = dataclasses.replace(network.config, num_layers=num_layers)
+            return jax.eval_shape(lambda: type(network)(config, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0)))
+
+        lowered = run.lower(Pair(deep(pair().target), deep(pair().drafter)), *arguments(3))
+        return lowered.as_text().count("\n")
+
+    assert program_lines(24) == program_lines(12) > 100
 
 
 # Weights and logits

@@ -1,0 +1,120 @@
+"""Compiles one round ahead of time for a TPU that need not be there, at the size of Qwen3-4B.
+
+    pip install libtpu && python -m experiments.tpu_compile [--chips 4] [--slots 4096] [--nodes 64]
+
+No weights are read or made: shapes alone are compiled. Prints the memory that the compiler plans.
+Caches are donated, so they must come out aliased, and the temporaries must not hold a second
+cache or weight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+import time
+
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not look for the metadata server of a TPU machine
+os.environ.setdefault("TPU_LOG_DIR", "disabled")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from reanchor_jax import DecodeConfig, Drafter, DrafterConfig, Pair, Target, TargetConfig, decode_round, prefill
+from reanchor_jax.config import LayerConfig, RopeConfig
+from reanchor_jax.sharding import shard_pair
+
+ROPE = RopeConfig(theta=1e6, scaling=None)
+QWEN3_4B = TargetConfig(
+    model_type="qwen3",
+    vocab_size=151936,
+    num_layers=36,
+    layer=LayerConfig(
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        qk_norm=True,
+    ),
+    rope=ROPE,
+    tie_word_embeddings=True,
+    max_position_embeddings=40960,
+    bos_token_id=None,
+    eos_token_ids=(151645,),
+)
+DFLASH = DrafterConfig(
+    block_size=16,
+    mask_token_id=151669,
+    target_layer_ids=(1, 9, 17, 25, 33),
+    target_num_layers=36,
+    vocab_size=QWEN3_4B.vocab_size,
+    num_layers=5,
+    layer=QWEN3_4B.layer,
+    rope=ROPE,
+)
+
+
+def abstract_pair(target: TargetConfig, drafter: DrafterConfig) -> Pair:
+    """A bfloat16 pair of shapes without arrays."""
+    dtype = jnp.dtype(jnp.bfloat16)
+    return jax.eval_shape(
+        lambda: Pair(
+            Target(target, dtype=dtype, rngs=nnx.Rngs(0)),
+            Drafter(drafter, dtype=dtype, rngs=nnx.Rngs(0)),
+        )
+    )
+
+
+def main() -> int:
+    """Exit code 0: compiled."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topology", default="v5e:2x2")
+    parser.add_argument("--chips", type=int, default=1, help="of the topology, to shard the weights over")
+    parser.add_argument("--slots", type=int, default=4096, help="prompt tokens, padded")
+    parser.add_argument("--nodes", type=int, default=64)
+    options = parser.parse_args()
+    config = DecodeConfig(nodes=options.nodes, attach="fallback")
+    pair = abstract_pair(QWEN3_4B, DFLASH)
+    begin = functools.partial(prefill, config=config, max_new_tokens=256)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    prompt = jax.ShapeDtypeStruct((options.slots,), jnp.int32)
+    state = jax.eval_shape(begin, pair, prompt, jax.ShapeDtypeStruct((), jnp.int32), key=key)
+
+    devices = np.array(topologies.get_topology_desc(options.topology, "tpu").devices[: options.chips])
+    mesh = Mesh(devices, ("model",))
+    heads = NamedSharding(mesh, PartitionSpec(None, "model"))  # of caches [L, K, S, H]
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=heads if x.ndim == 4 else everywhere), state
+    )
+    step = jax.jit(functools.partial(decode_round, config=config), donate_argnums=1)
+    start = time.monotonic()
+    lowered = step.trace(shard_pair(pair, mesh), state).lower(lowering_platforms=("tpu",))
+    traced = time.monotonic()
+    compiled = lowered.compile()
+    done = time.monotonic()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if x.dtype != key.dtype)
+    mib = lambda num: f"{num / 2**20:10.1f} MiB"
+    print(f"{devices[0].device_kind}, chips: {len(devices)}; {config.nodes} nodes, {options.slots} slots")
+    print(f"trace {traced - start:.1f} s, compile {done - traced:.1f} s")
+    print(f"weights      {mib(size(pair))} in all")
+    print(f"caches       {mib(size((state.cache, state.context)))} in all")
+    print("of one chip:")
+    print(f"arguments    {mib(memory.argument_size_in_bytes)}")
+    print(f"aliased      {mib(memory.alias_size_in_bytes)}")
+    print(f"temporaries  {mib(memory.temp_size_in_bytes)}")
+    print(f"program      {mib(memory.generated_code_size_in_bytes)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
