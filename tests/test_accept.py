@@ -19,7 +19,7 @@ from tests.test_trie import as_paths, path_sets, random_paths
 from tests.tiny import QUICK
 
 SIZES = range(2, 17)
-CASES = 240
+CASES = 680
 """Random verified tries for each block size."""
 
 

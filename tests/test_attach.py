@@ -20,7 +20,7 @@ from tests.tiny import QUICK
 
 RULES = get_args(AttachRule)
 SIZES = range(2, 17)
-CASES = 300
+CASES = 680
 """Random block sets for each block size."""
 
 
