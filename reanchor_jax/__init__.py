@@ -21,6 +21,7 @@ from reanchor_jax.pair import check_pair as check_pair
 from reanchor_jax.pair import load_pair as load_pair
 from reanchor_jax.prefill import num_slots as num_slots
 from reanchor_jax.prefill import prefill as prefill
+from reanchor_jax.sharding import shard_pair as shard_pair
 from reanchor_jax.state import DecodeState as DecodeState
 from reanchor_jax.state import RoundRecord as RoundRecord
 from reanchor_jax.target import Target as Target
