@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from reanchor_jax.config import AttachRule
+from reanchor_jax.config import AttachRule, longest_path
 from reanchor_jax.draft import Blocks
 
 
@@ -59,7 +59,7 @@ def attach_blocks(blocks: Blocks, rule: AttachRule, key: jax.Array) -> Paths:
     sites = sites.astype(jnp.int32).at[0].set(0)
 
     # Path d is g(0)[0:t*] ++ g(d). With t* = 1, B = 4: slots 0 | 1 2 3 4 take g(0)_0 | g(d)_0..3.
-    slots = jnp.arange(2 * block_size - 1 if num_blocks > 1 else block_size)[None, :]
+    slots = jnp.arange(longest_path(num_blocks, block_size))[None, :]
     from_block = slots >= sites[:, None]
     baseline = tokens[0][jnp.minimum(slots, block_size - 1)]
     shifted = jnp.take_along_axis(tokens, jnp.clip(slots - sites[:, None], 0, block_size - 1), axis=1)

@@ -39,7 +39,7 @@ def write_rows(cache: KVCache, k: jax.Array, v: jax.Array, start: jax.Array) -> 
     """Writes rows k, v [L, K, T, H] at slots start .. start+T-1.
 
     `dynamic_update_slice` would clamp `start` at the buffer's end and overwrite committed rows:
-    the caller allocates slack for one whole round (see `decode.num_slots`).
+    the caller allocates slack for one whole round (see `prefill.num_slots`).
     """
     at = (0, 0, start, 0)
     return KVCache(

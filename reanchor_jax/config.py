@@ -9,7 +9,7 @@ Glossary of shape letters, used in every bracket comment of the package:
     F  MLP width                                 S  cache slots
     G  query heads per key/value head, Q // K    T  query tokens of one forward
     H  head dim                                  V  vocabulary
-    K  key/value heads                           W  longest path, 2B - 1
+    K  key/value heads                           W  longest path, 2B - 1 (one block: B)
 
 Nothing that is read from a checkpoint has a default here: a missing value is an error in
 `reanchor_jax.checkpoint`, never a guess.
@@ -134,8 +134,7 @@ class DecodeConfig:
             ("retain", RetainRule),
         ):
             _check(getattr(self, name) in get_args(kind), name, getattr(self, name), f"one of {get_args(kind)}")
-        finite = self.temperature == self.temperature and self.temperature != float("inf")
-        _check(finite and self.temperature >= 0, "temperature", self.temperature, "a finite number >= 0")
+        _check(0 <= self.temperature < float("inf"), "temperature", self.temperature, "a finite number >= 0")
         _check(self.top_k >= 0, "top_k", self.top_k, "an integer >= 0 (0 keeps all tokens)")
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0, at most 1")
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "a number from 0 to 1")
@@ -146,6 +145,8 @@ class DecodeConfig:
                 self.draft_temperature,
                 "a finite number above 0 (for no noise use the draft rule greedy)",
             )
+        if self.logprobs is not None:
+            _check(self.logprobs >= 0, "logprobs", self.logprobs, "an integer >= 0")
         if self.method != "reanchor":
             return
         if self.offsets is not None:
@@ -174,6 +175,11 @@ class DecodeConfig:
         if self.draft_temperature is not None:
             return self.draft_temperature
         return self.temperature if self.temperature > 0 else 1.0
+
+
+def longest_path(num_blocks: int, block_size: int) -> int:
+    """W: anchor and drafts of the longest path. A shifted block ends at most B - 1 behind the baseline."""
+    return 2 * block_size - 1 if num_blocks > 1 else block_size
 
 
 def _check(fine: bool, name: str, got: object, expected: str) -> None:

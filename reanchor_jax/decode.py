@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from reanchor_jax.accept import accept_path
 from reanchor_jax.attach import attach_blocks
 from reanchor_jax.commit import commit, retain_suffix
-from reanchor_jax.config import DecodeConfig
+from reanchor_jax.config import DecodeConfig, longest_path
 from reanchor_jax.draft import Blocks, draft_blocks, draft_key
-from reanchor_jax.pair import Pair
-from reanchor_jax.prefill import block_size
+from reanchor_jax.pair import Pair, block_size
 from reanchor_jax.sampling import position_noise, token_logprobs
 from reanchor_jax.state import DecodeState, RoundRecord
 from reanchor_jax.trie import merge_trie
@@ -36,9 +35,9 @@ def decode_round(pair: Pair, state: DecodeState, config: DecodeConfig) -> tuple[
     """
     size_b = block_size(pair, config)
     num_blocks = config.num_blocks(size_b)
-    width = 2 * size_b - 1 if num_blocks > 1 else size_b
     # Row r is the noise of position i + 1 + r; drafting (rule `coupled`) and verification share it.
-    noise = position_noise(state.key, state.length + 1 + jnp.arange(width), pair.target.config.vocab_size, config)
+    positions = state.length + 1 + jnp.arange(longest_path(num_blocks, size_b))
+    noise = position_noise(state.key, positions, pair.target.config.vocab_size, config)
     with jax.named_scope("draft_blocks"):
         if config.method == "ar":
             blocks = Blocks(state.tokens[state.length][None, None], jnp.ones(1, bool))
@@ -70,11 +69,9 @@ def decode_round(pair: Pair, state: DecodeState, config: DecodeConfig) -> tuple[
         target_tokens=verdict.tokens,
         path=accepted.nodes,
         accepted=accepted.count,
-        committed=accepted.count + 1,
         clipped=clipped,
         num_nodes=trie.num_nodes,
         num_cut=trie.num_cut,
-        num_offsets=jnp.sum(blocks.valid).astype(jnp.int32) - 1,
         num_retained=new_state.suffix.count,
         start=state.generated,
         logprobs=token_logprobs(verdict.logits, verdict.tokens, jnp.maximum(accepted.nodes, 0), config),

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from reanchor_jax.config import DecodeConfig
 from reanchor_jax.decode import decode_round
-from reanchor_jax.pair import Pair
-from reanchor_jax.prefill import block_size, prefill
+from reanchor_jax.pair import Pair, block_size
+from reanchor_jax.prefill import prefill
 from reanchor_jax.sampling import TokenLogprobs
 from reanchor_jax.state import DecodeState, RoundRecord
 
@@ -22,10 +22,14 @@ class RoundCounts:
     """One number per round, [R] int32 with R = `max_new_tokens`; rounds beyond `rounds` are 0."""
 
     committed: jax.Array  # accepted drafts and the target's own token, before clipping
-    accepted: jax.Array  # accepted drafts
     nodes: jax.Array  # verified trie nodes, the anchor included
     cut: jax.Array  # nodes lost to the budget
     offsets: jax.Array  # shifted blocks drafted
+
+    @property
+    def accepted(self) -> jax.Array:
+        """Accepted drafts, [R] int32: all that was committed but the target's own token."""
+        return jnp.maximum(self.committed - 1, 0)
 
 
 @jax.tree_util.register_dataclass
@@ -56,7 +60,7 @@ class _Loop(NamedTuple):
     rounds: jax.Array
     counts: RoundCounts
     clipped: jax.Array
-    logprobs: TokenLogprobs  # [max_new_tokens + W, ...]: slack for one whole round
+    logprobs: TokenLogprobs  # [max_new_tokens + 2B, ...]: slack for one whole round
 
 
 def generate(
@@ -114,7 +118,7 @@ def decode_loop(
         lambda first: jnp.zeros((max_new_tokens + slack, *first.shape[1:]), first.dtype).at[:1].set(first),
         state.first_logprobs,
     )
-    loop = _Loop(state, jnp.int32(0), RoundCounts(zeros, zeros, zeros, zeros, zeros), jnp.int32(0), logprobs)
+    loop = _Loop(state, jnp.int32(0), RoundCounts(zeros, zeros, zeros, zeros), jnp.int32(0), logprobs)
     if max_new_tokens:  # a capacity of 0 has no slot to count a round in
         loop = jax.lax.while_loop(lambda loop: ~loop.state.done, lambda loop: _step(pair, loop, config), loop)
 
@@ -155,7 +159,6 @@ def _step(pair: Pair, loop: _Loop, config: DecodeConfig) -> _Loop:
 def _count(counts: RoundCounts, record: RoundRecord, index: jax.Array) -> RoundCounts:
     return RoundCounts(
         committed=counts.committed.at[index].set(record.committed),
-        accepted=counts.accepted.at[index].set(record.accepted),
         nodes=counts.nodes.at[index].set(record.num_nodes),
         cut=counts.cut.at[index].set(record.num_cut),
         offsets=counts.offsets.at[index].set(record.num_offsets),

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from reanchor_jax.checkpoint import load_drafter, load_target
+from reanchor_jax.config import DecodeConfig
 from reanchor_jax.default_pair import DEFAULT_PAIR, drafter_source, target_source
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
@@ -21,6 +22,20 @@ class Pair:
 
     target: Target
     drafter: Drafter | None
+
+
+def block_size(pair: Pair, config: DecodeConfig) -> int:
+    """B: the drafter's block size, or 1 for plain decoding."""
+    if config.method == "ar":
+        return 1
+    if pair.drafter is None:
+        raise ReanchorError(f"method {config.method} needs a drafter and the pair has none; load one or use ar")
+    return pair.drafter.config.block_size
+
+
+def tap_ids(pair: Pair, config: DecodeConfig) -> tuple[int, ...]:
+    """Target layers whose outputs are the drafter's features; none for plain decoding."""
+    return () if config.method == "ar" or pair.drafter is None else pair.drafter.config.target_layer_ids
 
 
 def check_pair(target: Target, drafter: Drafter) -> None:

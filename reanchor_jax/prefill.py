@@ -7,22 +7,12 @@ import jax.numpy as jnp
 
 from reanchor_jax.cache import init_cache, write_rows
 from reanchor_jax.config import DecodeConfig
-from reanchor_jax.errors import ReanchorError
-from reanchor_jax.pair import Pair
+from reanchor_jax.pair import Pair, block_size, tap_ids
 from reanchor_jax.sampling import choose_target_tokens, position_noise, token_logprobs
 from reanchor_jax.state import DecodeState, Suffix
 
 PREFILL_CHUNK = 128
 """Prompt tokens of one prefill forward; a prompt takes as many forwards as it needs."""
-
-
-def block_size(pair: Pair, config: DecodeConfig) -> int:
-    """B: the drafter's block size, or 1 for plain decoding."""
-    if config.method == "ar":
-        return 1
-    if pair.drafter is None:
-        raise ReanchorError(f"method {config.method} needs a drafter and the pair has none; load one or use ar")
-    return pair.drafter.config.block_size
 
 
 def num_slots(pair: Pair, config: DecodeConfig, prompt_size: int, max_new_tokens: int) -> int:
@@ -70,7 +60,7 @@ def prefill(
     tokens = jnp.zeros(size, jnp.int32).at[: prompt_ids.shape[0]].set(prompt_ids)
     cache = init_cache(target.config.layer, target.config.num_layers, size, target.dtype)
     drafter = None if config.method == "ar" else pair.drafter
-    tap_ids = () if drafter is None else drafter.config.target_layer_ids
+    taps = tap_ids(pair, config)
     context = (
         init_cache(target.config.layer, 0, 0, target.dtype)
         if drafter is None
@@ -83,7 +73,7 @@ def prefill(
         start = index * chunk
         positions = start + jnp.arange(chunk)
         ids = jax.lax.dynamic_slice(tokens, (start,), (chunk,))
-        output = target(ids, positions, cache, start, causal, tap_ids)
+        output = target(ids, positions, cache, start, causal, taps)
         cache = write_rows(cache, output.k, output.v, start)
         if drafter is not None:
             rows = drafter.context(output.features, positions)
@@ -100,7 +90,7 @@ def prefill(
     first = choose_target_tokens(logits, noise, config)
 
     size_b = block_size(pair, config)
-    num_features = len(tap_ids) * target.config.layer.hidden_size
+    num_features = len(taps) * target.config.layer.hidden_size
     return DecodeState(
         tokens=tokens.at[prompt_len].set(first[0]),
         length=jnp.asarray(prompt_len, jnp.int32),

@@ -29,7 +29,7 @@ class Suffix:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """State between two rounds. Invariant: `length == prompt_len + generated - 1`.
+    """State between two rounds. Invariant: `length == prompt_len + generated - 1`, unless the limit is 0.
 
     Example: prompt of 5 tokens, first token chosen by prefill: length 5, the anchor stands at
     `tokens[5]`, its keys and values are not computed, generated is 1.
@@ -68,11 +68,19 @@ class RoundRecord:
     target_tokens: jax.Array  # [N] int32, the target's token behind each node
     path: jax.Array  # [W] int32 accepted nodes, anchor first; -1 behind
     accepted: jax.Array  # () int32 accepted drafts
-    committed: jax.Array  # () int32 accepted + 1, before clipping
-    clipped: jax.Array  # () int32 of them cut by EOS or the limit
+    clipped: jax.Array  # () int32 committed tokens cut by EOS or the limit
     num_nodes: jax.Array  # () int32 verified nodes
     num_cut: jax.Array  # () int32 nodes lost to the budget
-    num_offsets: jax.Array  # () int32 shifted blocks drafted
     num_retained: jax.Array  # () int32 verifier states kept for the next round
     start: jax.Array  # () int32 number of tokens generated before this round
     logprobs: TokenLogprobs  # [W, ...] of the committed tokens
+
+    @property
+    def committed(self) -> jax.Array:
+        """() int32 accepted drafts and the target's own token, before clipping."""
+        return self.accepted + 1
+
+    @property
+    def num_offsets(self) -> jax.Array:
+        """() int32 shifted blocks drafted."""
+        return jnp.sum(self.block_valid, axis=-1, dtype=jnp.int32) - 1

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from reanchor_jax.config import DecodeConfig
-from reanchor_jax.pair import Pair
-from reanchor_jax.prefill import block_size
+from reanchor_jax.pair import Pair, block_size, tap_ids
 from reanchor_jax.sampling import choose_target_tokens
 from reanchor_jax.state import DecodeState
 from reanchor_jax.trie import Trie
@@ -40,7 +39,6 @@ def verify_trie(pair: Pair, state: DecodeState, trie: Trie, config: DecodeConfig
       config: temperature and filters.
       noise: [W, V] target noise, row r for position i + 1 + r; None at temperature 0.
     """
-    tap_ids = () if pair.drafter is None or config.method == "ar" else pair.drafter.config.target_layer_ids
 
     def verify_first(size: int) -> Verdict:
         """Verifies the first `size` nodes and fills the rest up to N with zeros."""
@@ -51,7 +49,7 @@ def verify_trie(pair: Pair, state: DecodeState, trie: Trie, config: DecodeConfig
             state.cache,
             state.length,
             trie.ancestors[:size, :size],
-            tap_ids,
+            tap_ids(pair, config),
         )
         logits = pair.target.logits(output.hidden)
         # The token behind a node of depth k stands at position i + k + 1: noise row k.
