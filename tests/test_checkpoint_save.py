@@ -152,6 +152,13 @@ def test_sharded_parameters_are_written_whole(tmp_path):
     same(load_drafter(tmp_path), drafter)
 
 
+def test_both_files_may_be_read_by_the_same_people(tmp_path):
+    save_target(target_of("llama", True, None, ()), tmp_path)
+    (tmp_path / "other").touch()
+    modes = {path.name: path.stat().st_mode for path in tmp_path.iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"] == modes["other"]
+
+
 def test_other_files_of_the_folder_stay(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     save_target(target_of("qwen3", True, None, ()), tmp_path)

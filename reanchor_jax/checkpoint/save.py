@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,7 @@ def _write(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray],
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, aside[0], metadata={"format": "pt"})  # the key that transformers demands
         aside[1].write_text(json.dumps(config, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        shutil.copymode(aside[1], aside[0])  # the library gives its file to the owner alone
         for path in aside:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
