@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -12,23 +11,27 @@ from reanchor_jax.checkpoint.dflash_config import is_drafter
 from reanchor_jax.checkpoint.fill import named_parameters
 from reanchor_jax.checkpoint.hub import resolve
 from reanchor_jax.checkpoint.load import Plan, plan_drafter, plan_target
-from reanchor_jax.errors import ReanchorError
+from reanchor_jax.cli.flags import Parser
+from reanchor_jax.cli.process import run
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns its exit code: 0 fits, 1 does not fit, 2 cannot be read."""
-    parser = argparse.ArgumentParser(prog="python -m convert", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    inspect = commands.add_parser("inspect", help="print both sides of a checkpoint and what is missing")
-    inspect.add_argument("source", help="folder, GGUF file, or hub id org/name")
-    inspect.add_argument("--revision", help="branch, tag or commit of a hub id")
+    return run(lambda: _inspect(arguments))
+
+
+def _inspect(arguments: list[str] | None) -> int:
+    parser = Parser(
+        prog="python -m convert",
+        description="Prints what a checkpoint holds, where each tensor goes, and what is missing.",
+        epilog="exit codes: 0 fits; 1 does not fit; 2 cannot be read, one line on stderr",
+    )
+    parser.add_argument("command", choices=("inspect",))
+    parser.add_argument("source", help="folder, GGUF file, or hub id org/name")
+    parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     options = parser.parse_args(arguments)
-    try:
-        path = resolve(options.source, options.revision)
-        plan = plan_drafter(path, jnp.dtype("float32")) if is_drafter(path) else plan_target(path, jnp.dtype("float32"))
-    except ReanchorError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    path = resolve(options.source, options.revision)
+    plan = plan_drafter(path, jnp.dtype("float32")) if is_drafter(path) else plan_target(path, jnp.dtype("float32"))
     return _print(plan, path)
 
 

@@ -31,10 +31,10 @@ def read_gguf_tokenizer(path: Path) -> tuple[Any, tuple[int, ...]]:
     """
     try:
         fields = open_gguf(path).fields
+        metadata = {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer.")}
     except Exception as error:  # the reader trusts its input: a damaged file raises anything
         reason = " ".join(str(error).split())
         raise ReanchorError(f"{path} is not a readable GGUF file: {reason}; fetch the file again") from error
-    metadata = {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer.")}
     return tokenizer_from_metadata(metadata, str(path))
 
 
@@ -46,14 +46,18 @@ def tokenizer_from_metadata(metadata: dict[str, Any], name: str) -> tuple[Any, t
     def get(key: str, default: Any = None) -> Any:
         return metadata.get(f"tokenizer.ggml.{key}", default)
 
+    def wrong(key: str, expected: str) -> ReanchorError:
+        return ReanchorError(f"{name} has {key} = {metadata[key]!r:.60}, expected {expected}; convert the file again")
+
     kind, pre, tokens = get("model"), get("pre"), get("tokens")
     if kind != "gpt2" or pre not in PRE_TOKENIZERS:
         raise ReanchorError(
             f"{name} has a tokenizer of model {kind!r} and pre-tokenizer {pre!r}, expected 'gpt2' with one "
             f"of {', '.join(PRE_TOKENIZERS)}; use a folder with tokenizer.json instead"
         )
-    token_types = get("token_type")
-    if not tokens or get("merges") is None or token_types is None or len(token_types) != len(tokens):
+    merges, token_types = get("merges"), get("token_type")
+    complete = _all_are(str, tokens) and tokens and _all_are(str, merges) and _all_are(int, token_types)
+    if not complete or len(token_types) != len(tokens):
         raise ReanchorError(
             f"{name} has an incomplete tokenizer: expected tokenizer.ggml.tokens, .merges and one .token_type "
             "each; convert the file again or use a folder with tokenizer.json"
@@ -61,16 +65,20 @@ def tokenizer_from_metadata(metadata: dict[str, Any], name: str) -> tuple[Any, t
 
     def token(key: str) -> str | None:
         token_id = get(key)
-        if token_id is not None and not 0 <= token_id < len(tokens):
-            raise ReanchorError(
-                f"{name} has tokenizer.ggml.{key} = {token_id}, expected an id below {len(tokens)}; "
-                "convert the file again"
-            )
-        return None if token_id is None else tokens[token_id]
+        if token_id is None:
+            return None
+        if type(token_id) is not int or not 0 <= token_id < len(tokens):
+            raise wrong(f"tokenizer.ggml.{key}", f"an id below {len(tokens)}")
+        return tokens[token_id]
 
-    backend = _byte_level_bpe(tokens, get("merges"), token_types, pre, name)
+    add_bos, template = get("add_bos_token", pre == "llama-bpe"), metadata.get("tokenizer.chat_template")
+    if not isinstance(add_bos, bool):
+        raise wrong("tokenizer.ggml.add_bos_token", "true or false")
+    if not isinstance(template, str | None):
+        raise wrong("tokenizer.chat_template", "a text")
+    backend = _byte_level_bpe(tokens, merges, token_types, pre, name)
     bos = token("bos_token_id")
-    if bos is not None and get("add_bos_token", pre == "llama-bpe"):
+    if bos is not None and add_bos:
         backend.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", "$B"], special_tokens=[(bos, get("bos_token_id"))]
         )
@@ -82,12 +90,16 @@ def tokenizer_from_metadata(metadata: dict[str, Any], name: str) -> tuple[Any, t
     }
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=template,
         clean_up_tokenization_spaces=False,
         **{role: text for role, text in named.items() if text is not None},
     )
     ends = [get(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id") if token(key) is not None]
     return tokenizer, tuple(dict.fromkeys(ends))
+
+
+def _all_are(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
 
 
 def _byte_level_bpe(tokens: list[str], merges: list[str], token_types: list[int], pre: str, name: str) -> Any:

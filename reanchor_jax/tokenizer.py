@@ -13,8 +13,9 @@ from reanchor_jax.errors import ReanchorError
 from reanchor_jax.gguf_tokenizer import read_gguf_tokenizer
 
 # Read before transformers is imported (inside the functions below: it takes seconds): no word about torch,
-# which this package does not use.
+# which this package does not use, nor any other remark beside the error that a folder gives.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _NO_LENGTH_LIMIT = int(1e30)  # the decoder checks prompt lengths itself
@@ -102,7 +103,7 @@ class ChatTokenizer:
                 )
         messages = [*([] if system is None else [{"role": "system", "content": system}]), *map(dict, turns)]
         for message in messages:
-            _check_text(message["content"])
+            check_text(message["content"], "the prompt")
         switches = {}
         if thinking is not None:
             if not re.search(r"\benable_thinking\b", self._tokenizer.get_chat_template()):
@@ -111,20 +112,24 @@ class ChatTokenizer:
                 )
             switches["enable_thinking"] = thinking
 
-        from jinja2 import TemplateError
-
         try:
             return self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=False, **switches
             )
-        except TemplateError as error:
+        except Exception as error:  # a template is a foreign program: it may divide by zero or call a list
             raise ReanchorError(
                 f"the chat template refuses the conversation: {_first_line(error)}; change the turns"
             ) from error
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of a text without a template, behind one BOS if the tokenizer puts one."""
-        ids = self._tokenizer.encode(_check_text(text), add_special_tokens=False)
+        check_text(text, "the prompt")
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # Rust code that raises bare Exceptions, as for a vocabulary without [UNK]
+            raise ReanchorError(
+                f"the tokenizer cannot encode the prompt: {_first_line(error)}; fetch its files again"
+            ) from error
         return ids if ids[:1] == self._bos else [*self._bos, *ids]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -184,16 +189,15 @@ class TextStream:
         return self._tokenizer.decode(self._context + self._held)[self._context_len :]
 
 
-def _check_text(text: str) -> str:
-    """The text itself; ReanchorError where it cannot be UTF-8 (half a surrogate pair)."""
+def check_text(text: str, what: str) -> None:
+    """Raises ReanchorError where a text cannot be UTF-8 (half a surrogate pair); `what` names it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ReanchorError(
-            f"the prompt has {text[error.start]!r} at character {error.start}, expected Unicode text; "
+            f"{what} has {text[error.start]!r} at character {error.start}, expected Unicode text; "
             "give it as valid UTF-8"
         ) from error
-    return text
 
 
 def _first_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -251,6 +252,9 @@ def test_missing_and_unreadable_config(tmp_path):
     refuses(lambda: read_target_config(tmp_path), "not valid JSON")
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").mkdir()
+    refuses(lambda: read_target_config(tmp_path), "cannot be read")
+    (tmp_path / "config.json").rmdir()
+    os.mkfifo(tmp_path / "config.json")
     refuses(lambda: read_target_config(tmp_path), "cannot be read")
 
 

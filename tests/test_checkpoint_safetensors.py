@@ -328,5 +328,8 @@ def test_inspect_prints_both_sides(tmp_path, tensors, capsys):
     config = drafter_config()
     assert convert(["inspect", str(write_folder(tmp_path / "d", config, drafter_tensors(config)))]) == 0
     assert "fc.weight  [64, 128] F32  ->  fc" in capsys.readouterr().out
-    assert convert(["inspect", str(tmp_path / "absent")]) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    capsys.readouterr()
+    for arguments in (["inspect", str(tmp_path / "absent")], ["inspect"], ["look", "x"], ["inspect", "x" * 999]):
+        assert convert(arguments) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1

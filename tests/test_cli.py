@@ -2,10 +2,13 @@
 
 import dataclasses
 import functools
+import gc
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,7 @@ import pytest
 
 import reanchor_jax
 from reanchor_jax.cli import main as main_module
+from reanchor_jax.cli import process
 from reanchor_jax.cli.answer import Answer
 from reanchor_jax.cli.check import compare
 from reanchor_jax.cli.decoder import padded_size
@@ -226,6 +230,35 @@ def test_a_reader_that_leaves_ends_the_run_quietly(folders):
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+def test_closed_streams_and_a_missing_device(folders):
+    command = [sys.executable, "-m", "reanchor_jax.generate", PROMPT, *folders.flags, "--method", "ar"]
+    closed = ["bash", "-c", 'exec "$@" >&-', "-", *command, "--max-new-tokens", "2", "--json"]
+    result = subprocess.run(closed, capture_output=True)
+    assert (result.returncode, result.stderr) == (0, b"")
+    environment = {**os.environ, "JAX_PLATFORMS": "nowhere"}
+    result = subprocess.run([*command, "--dtype", "float32"], capture_output=True, env=environment)
+    assert result.returncode == 2 and result.stderr.startswith(b"error: JAX finds no device: ")
+    assert result.stderr.count(b"\n") == 1
+
+
+def test_an_interrupt_is_not_lost_in_the_garbage_collector(capsys):
+    """Python ignores what a callback of the collector raises."""
+
+    def interrupt(*_):
+        signal.raise_signal(signal.SIGINT)
+        gc.callbacks.remove(interrupt)
+
+    def program():
+        gc.callbacks.append(interrupt)
+        gc.collect()
+        time.sleep(30)
+        return 0
+
+    assert process.run(program) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_sizes():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 
@@ -34,8 +35,11 @@ def refused(capsys, *argv) -> str:
         (["x", "--temperature", "nan"], "temperature is nan"),
         (["x", "--temperature", "inf"], "temperature is inf"),
         (["x", "--temperature", "-1"], "temperature is -1.0"),
-        (["x", "--temperature", "hot"], "invalid float value: 'hot'"),
-        (["x", "--top-k", "-1"], "top_k is -1"),
+        (["x", "--temperature", "hot"], "got 'hot', expected a number"),
+        (["x", "--temperature", "1e-40"], "got 1e-40, expected 0 or a number between 1e-30 and 1e30"),
+        (["x", "--draft-temperature", "1e40"], "got 1e+40, expected 0 or a number between"),
+        (["x", "--top-k", "-1"], "got -1, expected an integer from 0 to 2147483647"),
+        (["x", "--top-k", str(2**31)], "expected an integer from 0 to 2147483647"),
         (["x", "--top-p", "0"], "top_p is 0.0"),
         (["x", "--top-p", "nan"], "top_p is nan"),
         (["x", "--min-p", "1.5"], "min_p is 1.5"),
@@ -54,6 +58,15 @@ def refused(capsys, *argv) -> str:
         (["x", "--nodes", "0"], "got 0"),
         (["x", "--max-len", "256"], "leaves no room for a prompt"),
         (["x", "--stop", ""], "--stop is empty"),
+        (["x", "--stop", "\udcff"], "--stop has '\\udcff' at character 0"),
+        (["x", "--system", "\udcff"], "--system has '\\udcff' at character 0"),
+        (["a\udcff"], "the prompt has '\\udcff' at character 1"),
+        (["x", "--output", "a", "--trace", "./a"], "--trace a is the file of --output too"),
+        (["--prompts", "a", "--trace", "a"], "--trace a is the file of --prompts too"),
+        (["--prompts", "a", "--output", "a"], "--output a is the file of --prompts too"),
+        (["x", "--output", os.devnull], "it is no regular file"),
+        (["x", "--drafter", "~no-one/x"], "'~no-one/x' cannot be opened"),
+        (["x", "--drafter", "x" * 999], "File name too long"),
         (["x", "--resume"], "name it with --output"),
         (["x", "--resume", "--output", "o", "--trace", "t"], "trace a run from its start"),
         (["x", "--no-chat-template", "--system", "s"], "--system needs the chat template"),
@@ -103,7 +116,7 @@ def test_files_are_checked_before_models(capsys, tmp_path):
     for path, reason in [
         (tmp_path, "it is a folder"),
         (tmp_path / "none" / "out", "there is no folder"),
-        (tmp_path / "file" / "out", "is no folder"),
+        (tmp_path / "file" / "out", "there is no folder"),
     ]:
         for flag in ("--output", "--trace"):
             assert reason in refused(capsys, "x", flag, path)

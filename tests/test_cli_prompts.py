@@ -1,13 +1,14 @@
 """Prompt files, result files, and going on after an interruption."""
 
 import json
+import os
 
 import pytest
 
 from reanchor_jax.cli.prompts import read_prompts
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.tokenizer import load_tokenizer
-from tests.cli_pair import call, folders_and_cache, untimed
+from tests.cli_pair import MAX_POSITIONS, call, folders_and_cache, untimed
 
 LINES = [
     {"prompt": "one", "category": "left alone"},
@@ -79,8 +80,40 @@ def test_results_come_in_order_and_survive_an_interruption(folders, prompts, cap
     result = call(capsys, *flags, "--output", output, "--resume")
     assert result.code == 2 and f"{output}:1 answers another prompt" in result.err
     result = call(capsys, *flags, "--output", prompts, "--resume")
-    assert result.code == 2 and f"{prompts}:1 is no result" in result.err
+    assert result.code == 2 and "is the file of --prompts too" in result.err
     assert output.read_text().splitlines() == again
+
+
+@pytest.mark.parametrize("content", [b"my notes", b'{"my": "notes"}', b"\xff", b"[" * 99999 + b"\n", b"{}\n"])
+def test_a_foreign_file_is_never_gone_on_with(capsys, tmp_path, content):
+    path = tmp_path / "notes"
+    path.write_bytes(content)
+    result = call(capsys, "x", "--output", path, "--resume")
+    assert result.code == 2 and f"{path}:1 is no result of this program" in result.err
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (lambda path: os.mkfifo(path), "it is no regular file"),
+        (lambda path: path.symlink_to(path), "its links go in a circle"),
+        (lambda path: path.symlink_to(path.parent / "none" / "x"), "there is no folder"),
+    ],
+)
+@pytest.mark.parametrize("flag", ["--output", "--trace"])
+def test_places_that_cannot_be_written(capsys, tmp_path, made, reason, flag):
+    made(tmp_path / "place")
+    result = call(capsys, "x", flag, tmp_path / "place")
+    assert result.code == 2 and f"{flag} {tmp_path / 'place'} cannot be written: {reason}" in result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["place"]
+
+
+def test_a_conversation_that_cannot_fit_is_refused_before_its_first_turn(folders, capsys, prompts):
+    prompts.write_text(json.dumps({"turns": ["x", "y" * MAX_POSITIONS]}))
+    result = call(capsys, *folders.flags, "--prompts", prompts, "--max-new-tokens", NEW)
+    assert result.code == 2 and result.out == ""
+    assert result.err.startswith(f"error: {prompts}:1 has ") and result.err.count("\n") == 1
 
 
 def test_json_and_plain_text(folders, prompts, capsys):
@@ -129,6 +162,7 @@ def test_one_cache_size_for_all_prompts(folders, capsys, tmp_path):
         ('{"turns": []}', ":2: turns is []"),
         ('{"turns": ["x", ""]}', ":2: turns is empty"),
         ('{"turns": "x"}', ':2: turns is "x"'),
+        (r'{"turns": ["x", "\ud800"]}', ":2: turns has '\\ud800' at character 0"),
         ('{"prompt_ids": []}', ":2: prompt_ids is []"),
         ('{"prompt_ids": [1, true]}', ":2: prompt_ids is [1, true]"),
         ('{"prompt_ids": [1.0]}', ":2: prompt_ids is [1.0]"),

@@ -83,7 +83,7 @@ def test_a_stop_string_that_ends_in_half_a_character(tokenizer):
 
 
 def test_report_lines_add_up():
-    answer = Answer([1, 2], token_ids=list(range(8)), committed=[4, 1, 3], accepted=[3, 0, 2], nodes=[4, 4, 7])
+    answer = Answer([1, 2], token_ids=list(range(8)), committed=[4, 1, 3], nodes=[4, 4, 7])
     answer.clipped, answer.decode_seconds = 1, 0.5
     lines = make_report([answer], [], SETTINGS, 1.0, "cpu").splitlines()
     assert lines[0] == "tau      2.67 tokens per round (3 rounds, 8 tokens, 1 beyond the end)"

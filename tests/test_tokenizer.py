@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from reanchor_jax.default_pair import find_default_target
 from reanchor_jax.errors import ReanchorError
+from reanchor_jax.gguf_tokenizer import tokenizer_from_metadata
 from reanchor_jax.tokenizer import ChatTokenizer, TextStream, load_tokenizer
 
 DATA = Path(__file__).parent / "data" / "tokenizer"
@@ -191,8 +192,44 @@ def test_unusable_gguf_tokenizers_are_named(tmp_path, wrong, message):
         load_tokenizer(write_gguf(tmp_path / "t.gguf", **wrong))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("ggml.tokens", [1] * 268, "incomplete tokenizer"),
+        ("ggml.merges", "h i", "incomplete tokenizer"),
+        ("ggml.token_type", 1, "incomplete tokenizer"),
+        ("ggml.token_type", [1.0] * 268, "incomplete tokenizer"),
+        ("ggml.eos_token_id", [1], "eos_token_id = .1., expected an id below 268"),
+        ("ggml.unknown_token_id", 1.0, "unknown_token_id = 1.0, expected an id"),
+        ("ggml.add_bos_token", "yes", "add_bos_token = 'yes', expected true or false"),
+        ("chat_template", ["x"], "chat_template = .'x'., expected a text"),
+    ],
+)
+def test_metadata_of_another_type_is_named(key, value, message):
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": [*BYTE_TOKENS, *(m.replace(" ", "") for m in MERGES), *NAMED],
+        "tokenizer.ggml.merges": MERGES,
+        "tokenizer.ggml.token_type": [1] * 268,
+    }
+    tokenizer_from_metadata(metadata, "it")
+    with pytest.raises(ReanchorError, match=message):
+        tokenizer_from_metadata(metadata | {f"tokenizer.{key}": value}, "it")
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages() }}", "{{ range(10 ** 9) }}", "{% if"])
+def test_a_template_that_fails_is_a_one_line_error(tmp_path, template):
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "t.gguf", template=template))
+    with pytest.raises(ReanchorError, match="the chat template refuses the conversation"):
+        tokenizer.encode_chat([{"role": "user", "content": "x"}])
+
+
 def test_truncated_or_foreign_files_are_named(tmp_path):
     whole = write_gguf(tmp_path / "t.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(whole.replace(b"<|eot|>", b"<|\xff\xff|>"))
+    with pytest.raises(ReanchorError, match="not a readable GGUF file"):
+        load_tokenizer(tmp_path / "cut.gguf")
     for length in (0, 3, 20, 100, 1000, len(whole) // 2):
         (tmp_path / "cut.gguf").write_bytes(whole[:length])
         with pytest.raises(ReanchorError, match="not a readable GGUF file"):
@@ -236,6 +273,10 @@ def test_folders_without_or_with_broken_tokenizer_files(folder):
     (folder / "tokenizer.json").write_text('{"model": ')
     with pytest.raises(ReanchorError, match="cannot be read"):
         load_tokenizer(folder)
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    with pytest.raises(ReanchorError, match=r"the tokenizer cannot encode the prompt: .* Missing \[UNK\]"):
+        load_tokenizer(folder).encode_plain("x")
     (folder / "tokenizer.json").unlink()
     assert load_tokenizer(folder) is None
 

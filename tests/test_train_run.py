@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -247,6 +248,9 @@ def folder(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     }.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "broken.jsonl").write_text('{"prompt_ids": [1')
+    (folder / "deep.jsonl").write_text("[" * 99999)
+    packed = gzip.compress((folder / "answers.jsonl").read_bytes())
+    (folder / "damaged.jsonl.gz").write_bytes(packed[:10] + b"\xff" * 9 + packed[19:])
     return folder
 
 
@@ -259,6 +263,9 @@ def folder(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--mask-token-id 99 --answers answers.jsonl", "--mask-token-id is 99"),
         ("--mask-token-id 15 --answers missing.jsonl", "missing.jsonl cannot be read"),
         ("--mask-token-id 15 --answers broken.jsonl", "not JSON lines"),
+        ("--mask-token-id 15 --answers deep.jsonl", "not JSON lines"),
+        ("--mask-token-id 15 --answers damaged.jsonl.gz", "not JSON lines"),
+        ("--mask-token-id 15 --answers answers.jsonl --memo-gb nan", "got 'nan', expected a number >= 0"),
         ("--mask-token-id 15 --answers list.jsonl", "line 1 holds list"),
         ("--mask-token-id 15 --answers empty.jsonl", "has no text"),
         ("--mask-token-id 15 --answers outside.jsonl", "line 2: prompt_ids is [1, 99]"),

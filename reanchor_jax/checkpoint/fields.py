@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,11 @@ def read_json(path: Path) -> dict[str, Any]:
         return data
 
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ReanchorError(f"{path} has {path.stat().st_size} bytes; expected a JSON file below {_MAX_BYTES}")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would keep us waiting
+            raise ReanchorError(f"{path} cannot be read: it is no regular file; expected a JSON file")
+        if status.st_size > _MAX_BYTES:
+            raise ReanchorError(f"{path} has {status.st_size} bytes; expected a JSON file below {_MAX_BYTES}")
         data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
     except FileNotFoundError:
         raise ReanchorError(f"{path} is missing; expected a checkpoint folder with that file") from None

@@ -30,7 +30,9 @@ _STOP_IDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether the file begins as a GGUF file does."""
+    """Whether it is a file that begins as a GGUF file does."""
+    if not path.is_file():
+        return False
     try:
         with path.open("rb") as file:
             return file.read(4) == b"GGUF"

@@ -25,14 +25,8 @@ def resolve(source: str | Path, revision: str | None = None) -> Path:
     Raises:
       ReanchorError: there is no such thing, or it cannot be fetched.
     """
-    try:
-        path = Path(source).expanduser()
-        local = source != "" and path.exists()
-    except (OSError, RuntimeError) as error:  # a name that is too long, a home that is not there
-        raise ReanchorError(
-            f"{str(source)[:80]!r} cannot be opened: {str(error)[:80]}; expected a path or a hub id"
-        ) from None
-    if local:
+    path = find_local(source)
+    if path is not None:
         if revision is not None:
             raise ReanchorError(f"{source} is a local path; expected no revision with it, which is for hub ids")
         return path
@@ -41,6 +35,17 @@ def resolve(source: str | Path, revision: str | None = None) -> Path:
             f"{str(source)!r} does not exist; expected a checkpoint folder, a GGUF file or a hub id org/name"
         )
     return _download(source, revision)
+
+
+def find_local(source: str | Path) -> Path | None:
+    """The path of a source that exists on this machine, else None; raises as `resolve`."""
+    try:
+        path = Path(source).expanduser()
+        return path if source != "" and path.exists() else None
+    except (OSError, RuntimeError) as error:  # a name that is too long, a home that is not there
+        raise ReanchorError(
+            f"{str(source)[:80]!r} cannot be opened: {str(error)[:80]}; expected a path or a hub id"
+        ) from None
 
 
 def _download(repository: str, revision: str | None) -> Path:

@@ -10,5 +10,6 @@ trace          what happened in every round
 output         results as JSON, resuming
 report         statistics for people
 compile_cache  compiled programs on disk
-main           all of it, errors and exit codes
+process        errors, exit codes, Ctrl-C, closed streams; shared too
+main           all of it
 """

@@ -25,8 +25,6 @@ class Answer:
     """`stop` (end-of-text token), `length`, `stop_string`; None while decoding goes on."""
     committed: list[int] = dataclasses.field(default_factory=list)
     """Per round: accepted drafts and the target's own token, before clipping."""
-    accepted: list[int] = dataclasses.field(default_factory=list)
-    """Per round: accepted drafts."""
     nodes: list[int] = dataclasses.field(default_factory=list)
     """Per round: verified trie nodes, the anchor included."""
     cut: int = 0
@@ -37,6 +35,11 @@ class Answer:
     compile_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+
+    @property
+    def accepted(self) -> list[int]:
+        """Per round: accepted drafts."""
+        return [count - 1 for count in self.committed]
 
     @property
     def tau(self) -> float:
@@ -63,7 +66,7 @@ def overall(answers: Sequence[Answer]) -> Answer:
     """All answers as one, for totals and means: texts and tokens in a row, counts and times summed."""
     total = Answer([])
     for answer in answers:
-        for name in ("prompt_ids", "token_ids", "committed", "accepted", "nodes"):
+        for name in ("prompt_ids", "token_ids", "committed", "nodes"):
             getattr(total, name).extend(getattr(answer, name))
         for name in ("cut", "clipped", "compile_seconds", "prefill_seconds", "decode_seconds"):
             setattr(total, name, getattr(total, name) + getattr(answer, name))

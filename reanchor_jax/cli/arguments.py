@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from reanchor_jax import __version__
-from reanchor_jax.cli.flags import Parser, whole
+from reanchor_jax.cli.flags import Parser, number, whole
 from reanchor_jax.config import AttachRule, DecodeConfig, DraftRule, Method, RetainRule
 from reanchor_jax.default_pair import DEFAULT_PAIR
 from reanchor_jax.errors import ReanchorError
+from reanchor_jax.tokenizer import check_text
 
 _EPILOG = """\
 A line of --prompts is an object with `prompt` (a text), `turns` (the user's texts: all are answered in
@@ -92,10 +94,14 @@ def _check_together(options: Options) -> None:
         raise ReanchorError("expected either a PROMPT or --prompts FILE.jsonl; give one of them")
     if options.prompt is not None and not options.prompt.strip():
         raise ReanchorError("the prompt is empty; expected some text")
+    texts = [("the prompt", options.prompt), ("--system", options.system), *(("--stop", stop) for stop in options.stop)]
+    for what, text in texts:
+        check_text(text or "", what)
     if options.resume and options.output is None:
         raise ReanchorError("--resume continues a file of results; name it with --output")
     if options.resume and options.trace is not None:
         raise ReanchorError("--resume would leave a trace without the earlier rounds; trace a run from its start")
+    _check_files(options)
     if "" in options.stop:
         raise ReanchorError("--stop is empty; expected some text")
     if not options.chat_template and options.system is not None:
@@ -107,6 +113,18 @@ def _check_together(options: Options) -> None:
             f"--max-len {options.max_len} leaves no room for a prompt beside --max-new-tokens "
             f"{options.max_new_tokens}; expected more than that"
         )
+
+
+def _check_files(options: Options) -> None:
+    """No file is two of --prompts, --output and --trace: the last one written would replace the others."""
+    flags = {"--prompts": options.prompts, "--output": options.output, "--trace": options.trace}
+    flag_of: dict[str, str] = {}
+    for flag, path in flags.items():
+        if path is None:
+            continue
+        other = flag_of.setdefault(os.path.realpath(path), flag)
+        if other != flag:
+            raise ReanchorError(f"{flag} {path} is the file of {other} too; name another file")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -128,10 +146,10 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("decoding").add_argument
     add("--method", choices=get_args(Method), default=defaults.method, help=_default("ar is plain decoding"))
     add("--max-new-tokens", type=whole(0), default=256, metavar="N", help=_default("tokens to generate at most"))
-    add("--temperature", type=float, default=defaults.temperature, metavar="T", help=_default("0: the top token"))
-    add("--top-k", type=int, default=defaults.top_k, metavar="K", help=_default("0: all tokens"))
-    add("--top-p", type=float, default=defaults.top_p, metavar="P", help=_default("1: all tokens"))
-    add("--min-p", type=float, default=defaults.min_p, metavar="P", help=_default("0: all tokens"))
+    add("--temperature", type=number, default=defaults.temperature, metavar="T", help=_default("0: the top token"))
+    add("--top-k", type=whole(0, 2**31 - 1), default=defaults.top_k, metavar="K", help=_default("0: all tokens"))
+    add("--top-p", type=number, default=defaults.top_p, metavar="P", help=_default("1: all tokens"))
+    add("--min-p", type=number, default=defaults.min_p, metavar="P", help=_default("0: all tokens"))
     add("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help=_default("of all randomness"))
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
     add("--ignore-eos", action="store_true", help="go on after end-of-text tokens")
@@ -140,7 +158,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("speculation (never changes which text comes out, only how fast)").add_argument
     rule_help = "how drafts are chosen; sample and coupled draw at temperature 0 too"
     add("--draft-rule", choices=get_args(DraftRule), default=defaults.draft_rule, help=_default(rule_help))
-    add("--draft-temperature", type=float, metavar="T", help="of sample and coupled; default: --temperature, or 1 at 0")
+    add(
+        "--draft-temperature", type=number, metavar="T", help="of sample and coupled; default: --temperature, or 1 at 0"
+    )
     add("--attach", choices=get_args(AttachRule), default=defaults.attach, help=_default("where blocks attach"))
     add("--retain", choices=get_args(RetainRule), default=defaults.retain, help=_default("which states are kept"))
     add("--offsets", type=whole(0), metavar="D", help="shifted blocks a round; default: block size - 1")

@@ -19,12 +19,11 @@ def use_compile_cache() -> None:
     Where the folder cannot be made, one line says so and the run goes on without. JAX's own remarks
     about single entries are not shown: a program that is not found is compiled, nothing else.
     """
-    folder = default_cache_dir() / "xla"
     try:
+        folder = default_cache_dir() / "xla"
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or error
-        print(f"note: compiled programs are not kept, {folder} cannot be made: {reason}", file=sys.stderr)
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~ without a home
+        print(f"note: compiled programs are not kept: {error}", file=sys.stderr)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _WORTH_KEEPING)

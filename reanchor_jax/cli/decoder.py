@@ -102,7 +102,6 @@ class Decoder:
         tokens = tokens[: text.push(tokens)]
         answer.token_ids += tokens
         answer.committed.append(int(result.committed))
-        answer.accepted.append(int(result.accepted))
         answer.nodes.append(int(result.nodes))
         answer.cut += int(result.cut)
         answer.clipped += int(result.committed) - len(tokens)
@@ -115,7 +114,6 @@ class Decoder:
         rounds, num_tokens = int(result.rounds), int(result.num_tokens)
         answer.token_ids = [int(token) for token in result.tokens[:num_tokens]]
         answer.committed = [int(n) for n in result.counts.committed[:rounds]]
-        answer.accepted = [int(n) for n in result.counts.accepted[:rounds]]
         answer.nodes = [int(n) for n in result.counts.nodes[:rounds]]
         answer.cut = int(result.counts.cut.sum())
         answer.clipped = int(result.clipped)

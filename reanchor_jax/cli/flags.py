@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -33,9 +34,20 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
         try:
             value = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}") from None
+            raise argparse.ArgumentTypeError(f"got {text!r:.60}, expected {expected}") from None
         if value < least or (most is not None and value > most):
-            raise argparse.ArgumentTypeError(f"got {value}, expected {expected}")
+            raise argparse.ArgumentTypeError(f"got {value!s:.60}, expected {expected}")
         return value
 
     return convert
+
+
+def number(text: str) -> float:
+    """argparse type of a number that float32 holds, also after a division by it; the range is the caller's."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r:.60}, expected a number") from None
+    if value and math.isfinite(value) and not 1e-30 < abs(value) < 1e30:
+        raise argparse.ArgumentTypeError(f"got {value}, expected 0 or a number between 1e-30 and 1e30")
+    return value

@@ -3,54 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
-import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-
+from reanchor_jax.cli.answer import Answer, overall
 from reanchor_jax.cli.arguments import Options, parse
 from reanchor_jax.cli.compile_cache import use_compile_cache
-from reanchor_jax.cli.models import default_dtype, open_models
+from reanchor_jax.cli.models import default_dtype, first_device, open_models
 from reanchor_jax.cli.output import ResultFile, check_writable, make_record
+from reanchor_jax.cli.process import INTERRUPTED, run
 from reanchor_jax.cli.prompts import one_prompt, read_prompts
 from reanchor_jax.cli.report import make_report
 from reanchor_jax.cli.session import Session, Turns
 from reanchor_jax.cli.trace import Trace
-from reanchor_jax.errors import ReanchorError
 
-DIFFERENT, BAD_INPUT, INTERRUPTED, READER_GONE = 1, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
+DIFFERENT = 1
+"""Exit code: --check found other ids than plain decoding."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code (see `--help`)."""
-    try:
-        options = parse(argv)
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
-        return _Run(options).run()
-    except ReanchorError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except jax.errors.JaxRuntimeError as error:
-        first = (str(error).strip().splitlines() or ["unknown"])[0]
-        print(f"error: the device failed: {first}; try a smaller --max-new-tokens or --max-len", file=sys.stderr)
-        return BAD_INPUT
-    except BrokenPipeError:
-        # The reader is gone, which is its right. Python flushes stdout at exit: give it a place to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return READER_GONE
-    except OSError as error:
-        print(f"error: {error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+    return run(lambda: _Run(parse(argv)).run(), smaller="--max-new-tokens or --max-len")
 
 
 class _Run:
@@ -68,8 +44,10 @@ class _Run:
         done = self.results.done if self.results else set()
         self.pending = [prompt for prompt in self.prompts if prompt.index not in done]
         self.answered: list[Turns] = []
+        self.done = 0
+        """Prompts whose results are kept."""
         self.load_seconds = 0.0
-        device = jax.devices()[0]
+        device = first_device()
         self.device = device.platform if device.platform == "cpu" else f"{device.platform} ({device.device_kind})"
 
     def run(self) -> int:
@@ -81,6 +59,9 @@ class _Run:
         start = time.perf_counter()
         models = open_models(self.options)
         ids = {prompt.index: models.encode(prompt) for prompt in self.pending}
+        for prompt in self.pending:
+            if len(prompt.turns) > 1:  # what does not fit with empty answers will not with any
+                models.encode(prompt, [""] * (len(prompt.turns) - 1))
         session = Session(models, models.load())
         self.load_seconds = time.perf_counter() - start
         try:
@@ -109,6 +90,7 @@ class _Run:
         line = json.dumps(make_record(turns, self.settings, self.load_seconds, self.device))
         if self.results is not None:
             self.results.append(line)
+        self.done += 1
         if self.options.json:
             _write(line + "\n")
         elif self.options.output is None and not streamed:
@@ -116,15 +98,16 @@ class _Run:
                 name = f"[{turns.prompt.index}]" if len(turns.answers) == 1 else f"[{turns.prompt.index}.{number}]"
                 _write(f"{name} {answer.token_ids if answer.text is None else answer.text}\n")
 
+    def _answers(self) -> list[Answer]:
+        return [answer for turns in self.answered for answer in turns.answers]
+
     def _report(self, file: Any) -> None:
-        answers = [answer for turns in self.answered for answer in turns.answers]
         checks = [check for turns in self.answered for check in turns.checks]
-        done = sum(all(answer.finish_reason for answer in turns.answers) for turns in self.answered)
         before = len(self.prompts) - len(self.pending)
         prompts = ""
         if self.options.prompts is not None:
-            prompts = f"{done} of {len(self.prompts)}" + (f", {before} done before" if before else "")
-        report = make_report(answers, checks, self.settings, self.load_seconds, self.device, prompts)
+            prompts = f"{self.done} of {len(self.prompts)}" + (f", {before} done before" if before else "")
+        report = make_report(self._answers(), checks, self.settings, self.load_seconds, self.device, prompts)
         print(f"\n\n{report}" if not self.options.prompts else f"\n{report}", file=file, flush=True)
 
     @contextlib.contextmanager
@@ -158,10 +141,7 @@ class _Run:
             task = bar.add_task("", total=len(self.prompts), completed=len(self.prompts) - len(self.pending))
 
             def advance() -> None:
-                answers = [answer for turns in self.answered for answer in turns.answers]
-                rounds = sum(len(answer.committed) for answer in answers)
-                committed = sum(sum(answer.committed) for answer in answers)
-                bar.update(task, advance=1, description=f"tau {committed / max(rounds, 1):.2f}")
+                bar.update(task, advance=1, description=f"tau {overall(self._answers()).tau:.2f}")
 
             yield advance
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from reanchor_jax.checkpoint.hub import resolve
+from reanchor_jax.checkpoint.hub import find_local, resolve
 from reanchor_jax.checkpoint.load import Plan, plan_drafter, plan_target
 from reanchor_jax.cli.arguments import Options
 from reanchor_jax.cli.prompts import Prompt
@@ -146,7 +146,7 @@ def _check_options(options: Options, config: TargetConfig) -> None:
 def _revisions(options: Options) -> dict[str, str | None]:
     """--revision for those of the two sources that are hub ids."""
     sources = [source for source in (options.target, options.drafter) if source is not None]
-    on_hub = [source for source in sources if source != DEFAULT_PAIR and not Path(source).expanduser().exists()]
+    on_hub = [source for source in sources if source != DEFAULT_PAIR and find_local(source) is None]
     if options.revision is not None and not on_hub:
         raise ReanchorError(f"--revision is {options.revision}, but neither model is a hub id; leave it out")
     return {source: options.revision if source in on_hub else None for source in sources}
@@ -162,7 +162,17 @@ def default_dtype() -> str:
     Raises:
       ReanchorError: JAX finds no device.
     """
+    return "float32" if first_device().platform == "cpu" else "bfloat16"
+
+
+def first_device() -> Any:
+    """What the run is on.
+
+    Raises:
+      ReanchorError: JAX finds no device.
+    """
     try:
-        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    except RuntimeError as error:
-        raise ReanchorError(f"JAX finds no device: {error}; check JAX_PLATFORMS and the installed plugin") from None
+        return jax.devices()[0]
+    except (RuntimeError, AssertionError) as error:  # an assertion where a named platform is not installed
+        reason = str(error) or "that of JAX_PLATFORMS is not there"
+        raise ReanchorError(f"JAX finds no device: {reason}; check JAX_PLATFORMS and the installed plugin") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from reanchor_jax.cli.check import Check
 from reanchor_jax.cli.prompts import Prompt
 from reanchor_jax.cli.session import Turns
 from reanchor_jax.errors import ReanchorError
+
+_BEGINNING = b'{"index": '
+"""Of every result."""
 
 
 def make_record(turns: Turns, settings: dict[str, Any], load_seconds: float, device: str) -> dict[str, Any]:
@@ -85,7 +89,9 @@ class ResultFile:
         if content and not resume:
             raise ReanchorError(f"--output {path} exists; go on with it with --resume, or name another file")
         lines = content.split(b"\n")
-        # What lies behind the last line break was cut off in the middle, whatever it looks like.
+        # What lies behind the last line break was cut off in the middle.
+        if not lines[-1].startswith(_BEGINNING[: len(lines[-1])]):
+            raise _foreign(f"{path}:{len(lines)}")
         for number, line in enumerate(lines[:-1], start=1):
             self.done.add(_read_result(line, f"{path}:{number}", prompts, settings))
         self._kept = len(content) - len(lines[-1])
@@ -109,18 +115,29 @@ class ResultFile:
 
 def check_writable(flag: str, path: Path) -> None:
     """Raises ReanchorError where a file could not be written; leaves nothing behind."""
-    place = path if path.exists() else path.parent
-    if path.is_dir():
-        reason = "it is a folder"
-    elif not place.exists():
-        reason = f"there is no folder {place}"
-    elif not os.access(place, os.W_OK):
-        reason = f"no permission to write {place}"
-    elif place == path.parent and not place.is_dir():
-        reason = f"{place} is no folder"
-    else:
-        return
+    real = Path(os.path.realpath(path))  # a link is written through
+    try:
+        if real.is_dir():
+            reason = "it is a folder"
+        elif not real.parent.is_dir():
+            reason = f"there is no folder {real.parent}"
+        elif real.is_symlink():
+            reason = "its links go in a circle"
+        elif not real.exists():
+            tempfile.TemporaryFile(dir=real.parent).close()
+            return
+        elif not real.is_file():
+            reason = "it is no regular file"
+        else:
+            real.open("r+b").close()
+            return
+    except OSError as error:
+        reason = error.strerror or str(error)
     raise ReanchorError(f"{flag} {path} cannot be written: {reason}; name another file")
+
+
+def _foreign(where: str) -> ReanchorError:
+    return ReanchorError(f"{where} is no result of this program; --resume goes on with its own files only")
 
 
 def _read_result(line: bytes, where: str, prompts: list[Prompt], settings: dict[str, Any]) -> int:
@@ -129,8 +146,8 @@ def _read_result(line: bytes, where: str, prompts: list[Prompt], settings: dict[
         record = json.loads(line)
         index, fingerprint, found = record["index"], record["fingerprint"], record["settings"]
         differing = [name for name in {**settings, **found} if settings.get(name) != found.get(name)]
-    except (ValueError, LookupError, TypeError, AttributeError):
-        raise ReanchorError(f"{where} is no result of this program; --resume goes on with its own files only") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise _foreign(where) from None
     if differing:
         name = differing[0]
         raise ReanchorError(

@@ -34,7 +34,6 @@ class Round(NamedTuple):
     tokens: jax.Array  # [W] int32, of which `kept` joined the text
     kept: jax.Array  # () int32
     committed: jax.Array  # () int32
-    accepted: jax.Array  # () int32
     nodes: jax.Array  # () int32
     cut: jax.Array  # () int32
     done: jax.Array  # () bool
@@ -139,7 +138,6 @@ def _round(pair: Pair, state: DecodeState, *, config: DecodeConfig, traced: bool
         tokens=jax.lax.dynamic_slice(state.tokens, (before + 1,), (record.path.shape[0],)),
         kept=state.length - before,
         committed=record.committed,
-        accepted=record.accepted,
         nodes=record.num_nodes,
         cut=record.num_cut,
         done=state.done,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from reanchor_jax.errors import ReanchorError
+from reanchor_jax.tokenizer import check_text
 
 _KINDS = ("prompt", "turns", "prompt_ids")
 
@@ -62,7 +63,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 def _read_line(line: bytes, index: int, where: str) -> Prompt:
     try:
-        entry = json.loads(line)
+        entry = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ReanchorError(f"{where} is no JSON: {reason}; expected one object a line") from None
@@ -83,6 +84,8 @@ def _read_line(line: bytes, index: int, where: str) -> Prompt:
         raise ReanchorError(f"{where}: {kind} is {_short(value)}; expected {expected}")
     if not all(turn.strip() for turn in turns):
         raise ReanchorError(f"{where}: {kind} is empty; expected some text")
+    for turn in turns:
+        check_text(turn, f"{where}: {kind}")
     return Prompt(index, where, turns=tuple(turns), conversation=kind == "turns")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from reanchor_jax.cli.flags import Parser, whole
+from reanchor_jax.cli.flags import Parser, number, whole
 from reanchor_jax.default_pair import DEFAULT_PAIR
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.training.optimizer import OptimizerConfig
@@ -168,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--train-vocab", type=whole(2), metavar="V", help="score the V most frequent answer tokens only")
     add("--seed", type=whole(0, 2**31 - 1), metavar="N", help=f"(default {d['seed']})")
     add("--feature-dtype", choices=("float32", "bfloat16"), default="float32", help="of remembered target features")
-    add("--memo-gb", type=float, default=4.0, metavar="GB", help="memory for target features (default %(default)s)")
+    add("--memo-gb", type=_at_least_0, default=4.0, metavar="GB", help="of memory for features (default %(default)s)")
 
     add = parser.add_argument_group("reports").add_argument
     add("--log-every", type=whole(1), default=10, metavar="N", help="steps (default %(default)s)")
@@ -193,6 +193,13 @@ def _above_0(text: str) -> float:
         value = 0.0
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
+    return value
+
+
+def _at_least_0(text: str) -> float:
+    value = number(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number >= 0")
     return value
 
 

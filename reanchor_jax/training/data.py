@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield number, row
     except OSError as error:
         raise ReanchorError(f"{path} cannot be read: {error.strerror or error}; check the name") from None
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, RecursionError, zlib.error) as error:
         if isinstance(error, ReanchorError):
             raise
         raise ReanchorError(f"{path} is not JSON lines: {' '.join(str(error).split())[:120]}; write it again") from None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from reanchor_jax.checkpoint import load_drafter, load_target
+from reanchor_jax.cli.process import run
 from reanchor_jax.default_pair import drafter_source, target_source
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.pair import check_pair
@@ -23,29 +22,22 @@ from reanchor_jax.training.start import new_drafter, new_drafter_config
 from reanchor_jax.training.tiny_pair import make_tiny_pair
 from reanchor_jax.training.trainer import train
 
-BAD_INPUT, INTERRUPTED = 2, 128 + signal.SIGINT
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code (see `--help`)."""
-    try:
-        options = parse(argv)
-        if isinstance(options, Options):
-            _train(options)
-        else:
-            config, folder = options
-            with _progress("drafter", config.steps) as (on_step, echo):
-                make_tiny_pair(config, folder, echo=echo, on_step=on_step)
-        return 0
-    except ReanchorError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except OSError as error:
-        print(f"error: {error.filename or 'the run'}: {error.strerror or error}", file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
-        return INTERRUPTED
+    smaller, interrupted = "--rows, --anchors or --max-len", "interrupted; the same command goes on"
+    return run(lambda: _run(argv), smaller=smaller, interrupted=interrupted)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    options = parse(argv)
+    if isinstance(options, Options):
+        _train(options)
+    else:
+        config, folder = options
+        with _progress("drafter", config.steps) as (on_step, echo):
+            make_tiny_pair(config, folder, echo=echo, on_step=on_step)
+    return 0
 
 
 def _train(options: Options) -> None:
