@@ -117,8 +117,8 @@ class DecodeConfig:
     offsets: int | None = None
     """Largest offset d that is drafted, at most B - 1; None takes B - 1."""
     nodes: int | None = None
-    """Node budget N of the trie, at least B; None takes 4B. A * B is never exceeded. The deepest
-    nodes are cut first, which are reached least often, and never the baseline's."""
+    """Node budget N of ReAnchor's trie, at least B; None takes 4B. A * B is never exceeded. The
+    deepest nodes are cut first, which are reached least often, and never the baseline's."""
     bucket_nodes: bool = True
     """Verify at the smallest of the sizes B, 2B, 4B, ..., N that holds the round's trie. Turn off
     under `vmap`, where a branch for every size would be computed."""
@@ -134,16 +134,17 @@ class DecodeConfig:
             ("retain", RetainRule),
         ):
             _check(getattr(self, name) in get_args(kind), name, getattr(self, name), f"one of {get_args(kind)}")
-        _check(0 <= self.temperature < float("inf"), "temperature", self.temperature, "a finite number >= 0")
+        within_float32 = self.temperature == 0 or 1e-30 < self.temperature < 1e30
+        _check(within_float32, "temperature", self.temperature, "0 or a number from 1e-30 to 1e30")
         _check(self.top_k >= 0, "top_k", self.top_k, "an integer >= 0 (0 keeps all tokens)")
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0, at most 1")
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "a number from 0 to 1")
         if self.draft_temperature is not None:
             _check(
-                0 < self.draft_temperature < float("inf"),
+                1e-30 < self.draft_temperature < 1e30,
                 "draft_temperature",
                 self.draft_temperature,
-                "a finite number above 0 (for no noise use the draft rule greedy)",
+                "a number from 1e-30 to 1e30 (for no noise use the draft rule greedy)",
             )
         if self.logprobs is not None:
             _check(self.logprobs >= 0, "logprobs", self.logprobs, "an integer >= 0")
@@ -163,8 +164,8 @@ class DecodeConfig:
 
     def num_nodes(self, block_size: int) -> int:
         """N: static number of trie nodes, the anchor included."""
-        if self.method == "ar":
-            return 1
+        if self.method != "reanchor":
+            return 1 if self.method == "ar" else block_size
         # The baseline has B nodes; each shifted block adds at most its own B.
         most = self.num_blocks(block_size) * block_size
         return min(4 * block_size if self.nodes is None else self.nodes, most)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from reanchor_jax.errors import ReanchorError
@@ -51,3 +52,10 @@ def number(text: str) -> float:
     if value and math.isfinite(value) and not 1e-30 < abs(value) < 1e30:
         raise argparse.ArgumentTypeError(f"got {value}, expected 0 or a number between 1e-30 and 1e30")
     return value
+
+
+def folder(text: str) -> Path:
+    """argparse type of a folder; an empty text, as from an unset shell variable, is not the current one."""
+    if not text:
+        raise argparse.ArgumentTypeError("got nothing, expected a folder")
+    return Path(text)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from reanchor_jax.cli.flags import Parser, number, whole
+from reanchor_jax.cli.flags import Parser, folder, number, whole
 from reanchor_jax.default_pair import DEFAULT_PAIR
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.training.optimizer import OptimizerConfig
@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     d = _DEFAULTS
     add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="DIR", help="folder of the run")
+    add("--out", type=folder, required=True, metavar="DIR", help="folder of the run")
     add("--target", default=DEFAULT_PAIR, metavar="SOURCE", help="hub id, folder, GGUF file or %(default)s (default)")
     add("--revision", metavar="REV", help="hub revision of the target")
 
