@@ -13,6 +13,7 @@ from reanchor_jax.checkpoint.hub import resolve
 from reanchor_jax.checkpoint.load import Plan, plan_drafter, plan_target
 from reanchor_jax.cli.flags import Parser
 from reanchor_jax.cli.process import run
+from reanchor_jax.default_pair import target_source
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,10 +28,10 @@ def _inspect(arguments: list[str] | None) -> int:
         epilog="exit codes: 0 fits; 1 does not fit; 2 cannot be read, one line on stderr",
     )
     parser.add_argument("command", choices=("inspect",))
-    parser.add_argument("source", help="folder, GGUF file, or hub id org/name")
+    parser.add_argument("source", help="folder, GGUF file, hub id org/name, or smollm2-135m (its target)")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     options = parser.parse_args(arguments)
-    path = resolve(options.source, options.revision)
+    path = resolve(target_source(options.source), options.revision)
     plan = plan_drafter(path, jnp.dtype("float32")) if is_drafter(path) else plan_target(path, jnp.dtype("float32"))
     return _print(plan, path)
 

@@ -27,9 +27,11 @@ import numpy as np
 from rich.progress import track
 
 from reanchor_jax import DecodeConfig, Pair, ReanchorError, generate, load_pair
+from reanchor_jax.cli import process
 from reanchor_jax.config import AttachRule
 from reanchor_jax.default_pair import DEFAULT_PAIR, default_target_path
 from reanchor_jax.tokenizer import ChatTokenizer, load_tokenizer
+from reanchor_jax.training.checkpoints import write_whole
 
 TASKS = ("gsm8k", "humaneval", "mbpp", "mt-bench", "alpaca")
 
@@ -114,8 +116,9 @@ def run_setting(
             file.write(json.dumps(record) + "\n")
 
 
-def report(table: dict[str, DecodeConfig], done: dict[tuple[str, str, int], Any], tasks: list[str]) -> bool:
+def report(table: dict[str, DecodeConfig], results: list[dict[str, Any]], tasks: list[str]) -> bool:
     """Prints tau per task and the number of equal answers; returns whether all are equal."""
+    answers = {(r["setting"], r["task"], r["row"]): r["token_ids"] for r in results}
     print(f"| setting | {' | '.join(tasks)} | mean tau | nodes | equal to ar |")
     print(f"|{'---|' * (len(tasks) + 4)}")
     all_equal, plain = True, ""
@@ -123,12 +126,12 @@ def report(table: dict[str, DecodeConfig], done: dict[tuple[str, str, int], Any]
         if config.method == "ar":
             plain = name
             continue
-        records = [record for (setting, _, _), record in done.items() if setting == name]
+        records = [record for record in results if record["setting"] == name]
         taus = []
         for task in tasks:
             rounds = [n for record in records if record["task"] == task for n in record["committed_per_round"]]
             taus.append(float(np.mean(rounds)) if rounds else float("nan"))
-        equal = sum(r["token_ids"] == done[plain, r["task"], r["row"]]["token_ids"] for r in records)
+        equal = sum(r["token_ids"] == answers[plain, r["task"], r["row"]] for r in records)
         all_equal &= equal == len(records)
         nodes = float(np.mean([n for record in records for n in record["nodes_per_round"]]))
         cells = " | ".join(f"{tau:.2f}" for tau in taus)
@@ -159,7 +162,10 @@ def main() -> int:
     run_id = {"drafter": digest(pair.drafter), "new_tokens": options.new_tokens}
     done: dict[tuple[str, str, int], Any] = {}
     if options.out.exists():
-        for line in options.out.read_text(encoding="utf-8").splitlines():
+        *lines, unfinished = options.out.read_text(encoding="utf-8").split("\n")
+        if unfinished:  # a run that was killed while it wrote
+            write_whole(options.out, "".join(line + "\n" for line in lines))
+        for line in lines:
             record = json.loads(line)
             if {name: record.get(name) for name in run_id} != run_id:
                 raise ReanchorError(f"{options.out} holds another run; expected {run_id}: take another --out")
@@ -168,12 +174,9 @@ def main() -> int:
     table = settings(options.temperature, options.attach, options.nodes, options.offsets)
     for name, config in table.items():
         run_setting(pair, name, config, prompts, size, run_id, done, options.out)
-    return 0 if report(table, done, options.tasks) else 1
+    asked = {(task, index) for task, index, _ in prompts}
+    return 0 if report(table, [r for r in done.values() if (r["task"], r["row"]) in asked], options.tasks) else 1
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ReanchorError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(process.run(main))

@@ -3,8 +3,7 @@
     pip install libtpu && python -m experiments.tpu_compile [--chips 4] [--slots 4096] [--nodes 64]
 
 No weights are read or made: shapes alone are compiled. Prints the memory that the compiler plans.
-Caches are donated, so they must come out aliased, and the temporaries must not hold a second
-cache or weight.
+Fails where a donated cache is not updated in place.
 """
 
 from __future__ import annotations
@@ -25,9 +24,20 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from reanchor_jax import DecodeConfig, Drafter, DrafterConfig, Pair, Target, TargetConfig, decode_round, prefill
+from reanchor_jax import (
+    DecodeConfig,
+    Drafter,
+    DrafterConfig,
+    Pair,
+    ReanchorError,
+    Target,
+    TargetConfig,
+    decode_round,
+    prefill,
+    shard_pair,
+)
+from reanchor_jax.cli.process import run
 from reanchor_jax.config import LayerConfig, RopeConfig
-from reanchor_jax.sharding import shard_pair
 
 ROPE = RopeConfig(theta=1e6, scaling=None)
 QWEN3_4B = TargetConfig(
@@ -73,7 +83,7 @@ def abstract_pair(target: TargetConfig, drafter: DrafterConfig) -> Pair:
 
 
 def main() -> int:
-    """Exit code 0: compiled."""
+    """Exit code 0: compiled; 1: a cache is copied; 2: bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", default="v5e:2x2")
     parser.add_argument("--chips", type=int, default=1, help="of the topology, to shard the weights over")
@@ -87,7 +97,10 @@ def main() -> int:
     prompt = jax.ShapeDtypeStruct((options.slots,), jnp.int32)
     state = jax.eval_shape(begin, pair, prompt, jax.ShapeDtypeStruct((), jnp.int32), key=key)
 
-    devices = np.array(topologies.get_topology_desc(options.topology, "tpu").devices[: options.chips])
+    chips = topologies.get_topology_desc(options.topology, "tpu").devices
+    if not 1 <= options.chips <= len(chips):
+        raise ReanchorError(f"--chips is {options.chips}; expected 1 to {len(chips)}, those of {options.topology}")
+    devices = np.array(chips[: options.chips])
     mesh = Mesh(devices, ("model",))
     heads = NamedSharding(mesh, PartitionSpec(None, "model"))  # of caches [L, K, S, H]
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -107,14 +120,15 @@ def main() -> int:
     print(f"{devices[0].device_kind}, chips: {len(devices)}; {config.nodes} nodes, {options.slots} slots")
     print(f"trace {traced - start:.1f} s, compile {done - traced:.1f} s")
     print(f"weights      {mib(size(pair))} in all")
-    print(f"caches       {mib(size((state.cache, state.context)))} in all")
+    caches = size((state.cache, state.context))
+    print(f"caches       {mib(caches)} in all")
     print("of one chip:")
     print(f"arguments    {mib(memory.argument_size_in_bytes)}")
     print(f"aliased      {mib(memory.alias_size_in_bytes)}")
     print(f"temporaries  {mib(memory.temp_size_in_bytes)}")
     print(f"program      {mib(memory.generated_code_size_in_bytes)}")
-    return 0
+    return 0 if memory.alias_size_in_bytes >= caches / len(devices) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -25,5 +25,6 @@ from reanchor_jax.sharding import shard_pair as shard_pair
 from reanchor_jax.state import DecodeState as DecodeState
 from reanchor_jax.state import RoundRecord as RoundRecord
 from reanchor_jax.target import Target as Target
+from reanchor_jax.tokenizer import load_tokenizer as load_tokenizer
 
 __version__ = "0.1.0"

@@ -27,6 +27,9 @@ DraftRule = Literal["greedy", "sample", "coupled"]
 AttachRule = Literal["earliest", "fixed", "fixed_unmatched", "random", "longest", "fallback"]
 RetainRule = Literal["baseline", "accepted_path"]
 
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-30, 1e30
+"""Logits divided by a temperature outside these overflow or vanish in float32."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
@@ -134,17 +137,18 @@ class DecodeConfig:
             ("retain", RetainRule),
         ):
             _check(getattr(self, name) in get_args(kind), name, getattr(self, name), f"one of {get_args(kind)}")
-        within_float32 = self.temperature == 0 or 1e-30 < self.temperature < 1e30
-        _check(within_float32, "temperature", self.temperature, "0 or a number from 1e-30 to 1e30")
+        fine = self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature <= MOST_TEMPERATURE
+        expected = f"a number from {LEAST_TEMPERATURE} to {MOST_TEMPERATURE}"
+        _check(fine, "temperature", self.temperature, f"0 or {expected}")
         _check(self.top_k >= 0, "top_k", self.top_k, "an integer >= 0 (0 keeps all tokens)")
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0, at most 1")
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "a number from 0 to 1")
         if self.draft_temperature is not None:
             _check(
-                1e-30 < self.draft_temperature < 1e30,
+                LEAST_TEMPERATURE <= self.draft_temperature <= MOST_TEMPERATURE,
                 "draft_temperature",
                 self.draft_temperature,
-                "a number from 1e-30 to 1e30 (for no noise use the draft rule greedy)",
+                f"{expected} (for no noise use the draft rule greedy)",
             )
         if self.logprobs is not None:
             _check(self.logprobs >= 0, "logprobs", self.logprobs, "an integer >= 0")

@@ -44,6 +44,7 @@ def decode_round(pair: Pair, state: DecodeState, config: DecodeConfig) -> tuple[
         else:
             blocks = draft_blocks(pair, state, config, noise)
     with jax.named_scope("attach_blocks"):
+        # -1 - i wraps to the top of uint32: never the fold at i that the drafts' own noise uses.
         attach_key = jax.random.fold_in(draft_key(state.key), -1 - state.length)
         paths = attach_blocks(blocks, config.attach, attach_key)
     with jax.named_scope("merge_trie"):

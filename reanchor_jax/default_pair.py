@@ -94,12 +94,12 @@ def default_drafter_path() -> Path:
     return folder
 
 
-def target_source(source: str) -> str | Path:
+def target_source(source: str | Path) -> str | Path:
     """Where a target is loaded from: the default pair's file where `source` is its name, else `source`."""
     return default_target_path() if source == DEFAULT_PAIR else source
 
 
-def drafter_source(source: str) -> str | Path:
+def drafter_source(source: str | Path) -> str | Path:
     """Where a drafter is loaded from: the default pair's folder where `source` is its name, else `source`."""
     return default_drafter_path() if source == DEFAULT_PAIR else source
 

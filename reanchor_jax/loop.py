@@ -50,8 +50,8 @@ class Generation:
 
     @property
     def tau(self) -> jax.Array:
-        """Committed tokens per round; the last round counts in full. 0 without a round."""
-        total = jnp.sum(self.counts.committed).astype(jnp.float32)
+        """Committed tokens per round, [] f32; the last round counts in full. 0 without a round."""
+        total = jnp.sum(self.counts.committed, axis=-1).astype(jnp.float32)
         return total / jnp.maximum(self.rounds, 1).astype(jnp.float32)
 
 

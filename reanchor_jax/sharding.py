@@ -1,12 +1,14 @@
 """Tensor parallelism: where each weight lies on a mesh. XLA places everything else from there.
 
-    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
-    pair = shard_pair(load_pair("smollm2-135m"), mesh)
+    from jax.sharding import AxisType
+
+    mesh = jax.make_mesh((3,), ("model",), axis_types=(AxisType.Auto,))
+    pair = shard_pair(load_pair("smollm2-135m"), mesh)  # 9 heads, 3 key/value heads
 
 `generate` and its parts need no other change. Sequences are spread by `vmap` over prompts that
 lie along another mesh axis:
 
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+    mesh = jax.make_mesh((2, 3), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     prompts = jax.device_put(prompts, NamedSharding(mesh, PartitionSpec("data")))
 """
 
@@ -25,19 +27,18 @@ from reanchor_jax.target import Target
 
 Network = TypeVar("Network", Target, Drafter)
 
-COLUMNS, ROWS, VOCAB = "out", "in", "vocab"
-RULES = {
-    "q_proj": COLUMNS,  # whole heads, so that attention stays on one device
-    "k_proj": COLUMNS,
-    "v_proj": COLUMNS,
-    "o_proj": ROWS,  # sums over devices: the one all-reduce of attention
-    "gate_proj": COLUMNS,
-    "up_proj": COLUMNS,
-    "down_proj": ROWS,  # and that of the MLP
-    "embedding": VOCAB,
-    "lm_head": VOCAB,
+SPLIT_AXIS = {
+    "q_proj": 1,  # [L, out, in] by whole heads, so that attention stays on one device
+    "k_proj": 1,
+    "v_proj": 1,
+    "o_proj": 2,  # its product sums over devices: the one all-reduce of attention
+    "gate_proj": 1,
+    "up_proj": 1,
+    "down_proj": 2,  # and that of the MLP
+    "embedding": 0,  # [V, D]
+    "lm_head": 0,
 }
-"""Which axis of a weight [.., out, in] is split; all other weights are on every device."""
+"""The axis of each weight that is split; all other weights are whole on every device."""
 
 
 def shard_pair(pair: Pair, mesh: Mesh, axis: str = "model") -> Pair:
@@ -49,30 +50,28 @@ def shard_pair(pair: Pair, mesh: Mesh, axis: str = "model") -> Pair:
       mesh: a mesh of automatic axes; over axes other than `axis` the weights are repeated.
       axis: name of the axis to split over.
 
+    Returns:
+      The same arrays with a sharding each.
+
     Raises:
       ReanchorError: no such axis, an axis with explicit sharding, or heads, MLP width or vocabulary
         that it does not divide.
     """
+    if axis not in mesh.shape:
+        raise ReanchorError(f"mesh axis {axis!r} does not exist; expected one of {tuple(mesh.shape)}")
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise ReanchorError(f"mesh axes are {mesh.axis_types}; make the mesh with axis_types=AxisType.Auto for each")
     drafter = None if pair.drafter is None else _shard(pair.drafter, mesh, axis)
     return Pair(_shard(pair.target, mesh, axis), drafter)
 
 
 def _shard(network: Network, mesh: Mesh, axis: str) -> Network:
-    if axis not in mesh.shape:
-        raise ReanchorError(f"mesh axis {axis!r} does not exist; expected one of {tuple(mesh.shape)}")
-    if any(kind != AxisType.Auto for kind in mesh.axis_types):
-        raise ReanchorError(f"mesh axes are {mesh.axis_types}; make the mesh with axis_types=AxisType.Auto for each")
     _check_divides(network.config.layer, network.config.vocab_size, mesh.shape[axis])
 
     def place(path: tuple, leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeStruct:
         names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
-        rule = next((RULES[name] for name in names if name in RULES), None)
-        spec = {
-            None: PartitionSpec(),
-            COLUMNS: PartitionSpec(None, axis, None),  # [L, out, in]
-            ROWS: PartitionSpec(None, None, axis),
-            VOCAB: PartitionSpec(axis, None),  # [V, D]
-        }[rule]
+        split = next((SPLIT_AXIS[name] for name in names if name in SPLIT_AXIS), None)
+        spec = PartitionSpec(*(axis if i == split else None for i in range(leaf.ndim)))
         sharding = NamedSharding(mesh, spec)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

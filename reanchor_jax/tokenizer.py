@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from reanchor_jax.checkpoint.hub import resolve
+from reanchor_jax.default_pair import target_source
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.gguf_tokenizer import read_gguf_tokenizer
 
@@ -23,12 +24,13 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # how sentencepiece vocabularies s
 
 
 def load_tokenizer(path_or_id: str | Path, revision: str | None = None) -> ChatTokenizer | None:
-    """The tokenizer of a GGUF file, a Hugging Face folder, or a hub id; None for a folder without one.
+    """The tokenizer of a GGUF file, a Hugging Face folder, a hub id, or the default pair's name.
 
-    A local path is read without network, and no code from the folder is run. `revision` is for hub ids.
-    Raises ReanchorError for a missing path, an unreachable hub, or tokenizer files that cannot be used.
+    None for a folder without one. A local path is read without network, and no code from the folder is
+    run. `revision` is for hub ids. Raises ReanchorError for a missing path, an unreachable hub, or
+    tokenizer files that cannot be used.
     """
-    path = resolve(path_or_id, revision)
+    path = resolve(target_source(path_or_id), revision)
     if path.is_file():
         return ChatTokenizer(*read_gguf_tokenizer(path))
     if not any((path / name).is_file() for name in _VOCABULARY_FILES):

@@ -37,7 +37,10 @@ def verify_trie(pair: Pair, state: DecodeState, trie: Trie, config: DecodeConfig
       state: committed cache.
       trie: nodes to verify.
       config: temperature and filters.
-      noise: [W, V] target noise, row r for position i + 1 + r; None at temperature 0.
+      noise: [W, V] f32 target noise, row r for position i + 1 + r; None at temperature 0.
+
+    Returns:
+      The verdict; its rows behind `trie.num_nodes` mean nothing.
     """
 
     def verify_first(size: int) -> Verdict:

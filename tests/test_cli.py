@@ -256,7 +256,9 @@ def test_an_interrupt_is_not_lost_in_the_garbage_collector(capsys):
         time.sleep(30)
         return 0
 
+    start = time.monotonic()
     assert process.run(program) == 130
+    assert time.monotonic() - start < 20, "the sleep was not woken"
     assert capsys.readouterr().err == "interrupted\n"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from reanchor_jax.config import DecodeConfig
+from reanchor_jax.decode import decode_round
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.loop import generate
 from reanchor_jax.pair import Pair
@@ -78,10 +79,13 @@ def test_caches_follow_the_weights():
     mesh = make_mesh(model=2)
     start = jax.jit(functools.partial(prefill, config=CONFIG, max_new_tokens=NEW), compiler_options=QUICK)
     ids, num, key = (x[0] for x in make_prompts(1))
-    state = start(shard_pair(pair("llama", True), mesh), ids, num, key=key)
-    for cache in (state.cache.k, state.cache.v, state.context.k, state.context.v):
-        layers, heads, slots, dim = cache.shape
-        assert cache.addressable_shards[0].data.shape == (layers, heads // 2, slots, dim)
+    step = jax.jit(functools.partial(decode_round, config=CONFIG), compiler_options=QUICK)
+    sharded = shard_pair(pair("llama", True), mesh)
+    prefilled = start(sharded, ids, num, key=key)
+    for state in (prefilled, step(sharded, prefilled)[0]):
+        for cache in (state.cache.k, state.cache.v, state.context.k, state.context.v):
+            layers, heads, slots, dim = cache.shape
+            assert cache.addressable_shards[0].data.shape == (layers, heads // 2, slots, dim)
 
 
 def test_shapes_without_arrays_get_a_sharding():
@@ -91,16 +95,16 @@ def test_shapes_without_arrays_get_a_sharding():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "message"),
+    ("size", "name", "kind", "message"),
     [
-        (make_mesh(model=4), "num_kv_heads is 2; expected a multiple of the 4 devices"),
-        (make_mesh(data=2), r"mesh axis 'model' does not exist; expected one of \('data',\)"),
-        (jax.make_mesh((2,), ("model",), axis_types=(AxisType.Explicit,)), "with axis_types=AxisType.Auto for each"),
+        (4, "model", AxisType.Auto, "num_kv_heads is 2; expected a multiple of the 4 devices"),
+        (2, "data", AxisType.Auto, r"mesh axis 'model' does not exist; expected one of \('data',\)"),
+        (2, "model", AxisType.Explicit, "with axis_types=AxisType.Auto for each"),
     ],
 )
-def test_what_does_not_fit(mesh, message):
+def test_what_does_not_fit(size, name, kind, message):
     with pytest.raises(ReanchorError, match=message):
-        shard_pair(make_pair(4), mesh)
+        shard_pair(pair("llama", True), jax.make_mesh((size,), (name,), axis_types=(kind,)))
 
 
 def test_a_mesh_of_one_device_changes_nothing():

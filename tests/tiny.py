@@ -138,6 +138,7 @@ def check_counts(result: Generation) -> None:
     counts, rounds = result.counts, np.asarray(result.rounds)
     used = np.arange(np.shape(counts.committed)[1])[None, :] < rounds[:, None]
     np.testing.assert_array_equal(np.asarray(counts.committed) > 0, used)
+    np.testing.assert_allclose(result.tau, np.sum(counts.committed, axis=1) / np.maximum(rounds, 1), rtol=1e-6)
     total = np.sum(counts.committed, axis=1) - result.clipped
     # The first token belongs to no round; a limit of 0 drops it.
     np.testing.assert_array_equal(result.num_tokens, np.where(np.asarray(result.num_tokens) > 0, total + 1, total))

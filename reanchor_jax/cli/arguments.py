@@ -179,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     logprobs_help = "log-probabilities of every token, and of the top K (default 0); PROMPT stands before it"
     add("--logprobs", type=whole(0), nargs="?", const=0, metavar="K", help=logprobs_help)
     add("--check", action="store_true", help="decode plainly too; compare ids and speed")
-    add("--trace", type=Path, metavar="FILE", help="JSONL: blocks, sites, trie and accepted path of every round")
+    add("--trace", type=Path, metavar="FILE", help="JSONL of every round: blocks, sites, trie, path (replaces FILE)")
     add("--no-compile-cache", dest="compile_cache", action="store_false", help="keep no compiled programs on disk")
     return parser
 

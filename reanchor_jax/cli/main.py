@@ -6,8 +6,10 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO
+
+import jax.numpy as jnp
 
 from reanchor_jax.cli.answer import Answer, overall
 from reanchor_jax.cli.arguments import Options, parse
@@ -57,7 +59,7 @@ class _Run:
         if self.options.compile_cache:
             use_compile_cache()
         start = time.perf_counter()
-        models = open_models(self.options)
+        models = open_models(self.options, jnp.dtype(self.settings["dtype"]))
         ids = {prompt.index: models.encode(prompt) for prompt in self.pending}
         for prompt in self.pending:
             if len(prompt.turns) > 1:  # what does not fit with empty answers will not with any
@@ -101,7 +103,7 @@ class _Run:
     def _answers(self) -> list[Answer]:
         return [answer for turns in self.answered for answer in turns.answers]
 
-    def _report(self, file: Any) -> None:
+    def _report(self, file: TextIO) -> None:
         checks = [check for turns in self.answered for check in turns.checks]
         before = len(self.prompts) - len(self.pending)
         prompts = ""
@@ -127,7 +129,7 @@ class _Run:
         trace.close()
 
     @contextlib.contextmanager
-    def _progress(self) -> Iterator[Any]:
+    def _progress(self) -> Iterator[Callable[[], None]]:
         """Yields what is to be called after each prompt."""
         texts_on_terminal = not self.options.json and self.options.output is None and sys.stdout.isatty()
         if self.options.prompts is None or texts_on_terminal:

@@ -102,14 +102,17 @@ class Models:
             )
 
 
-def open_models(options: Options) -> Models:
+def open_models(options: Options, dtype: jnp.dtype) -> Models:
     """Opens both checkpoints and the tokenizer; reads configs and headers, no weights.
+
+    Args:
+      options: of the command line.
+      dtype: of the weights to be loaded.
 
     Raises:
       ReanchorError: something is missing, corrupt, unsupported, does not fit the other, or does not
         fit the options.
     """
-    dtype = _dtype(options)
     revisions = _revisions(options)
     # The drafter first: the default one is here, while the default target may have to be fetched.
     drafter = None
@@ -150,10 +153,6 @@ def _revisions(options: Options) -> dict[str, str | None]:
     if options.revision is not None and not on_hub:
         raise ReanchorError(f"--revision is {options.revision}, but neither model is a hub id; leave it out")
     return {source: options.revision if source in on_hub else None for source in sources}
-
-
-def _dtype(options: Options) -> jnp.dtype:
-    return jnp.dtype(options.dtype or default_dtype())
 
 
 def default_dtype() -> str:

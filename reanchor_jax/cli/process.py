@@ -39,7 +39,8 @@ def run(program: Callable[[], int], *, smaller: str = "", interrupted: str = "in
         return BAD_INPUT
     except jax.errors.JaxRuntimeError as error:
         first = (str(error).strip().splitlines() or ["unknown"])[0]
-        print(f"error: the device failed: {first}; try a smaller {smaller}", file=sys.stderr)
+        hint = f"; try a smaller {smaller}" if smaller else ""
+        print(f"error: the device failed: {first}{hint}", file=sys.stderr)
         return BAD_INPUT
     except BrokenPipeError:
         # The reader is gone, which is its right. Python flushes stdout at exit: give it a place to.
@@ -73,6 +74,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     """
     callbacks = [getattr(callback, "__code__", None) for callback in gc.callbacks]
     if frame is not None and frame.f_code in callbacks:
-        threading.Timer(0.01, signal.raise_signal, (number,)).start()
+        # To the main thread by name: only a signal of its own wakes it from a blocking call.
+        threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, number)).start()
         return
     raise KeyboardInterrupt

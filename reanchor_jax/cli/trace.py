@@ -27,11 +27,12 @@ class Trace:
     `cut`, `retained`. `end`: the answer's ids and why it ended. `pieces` (last line): the text of
     every token id that occurs, where there is a tokenizer.
 
-    The file takes its place when it is closed; until then the lines are in FILE.partial.
+    The file takes its place when it is closed; until then the lines are in .FILE.partial beside it.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], tokenizer: ChatTokenizer | None):
-        self._path, self._partial = path, path.with_name(f"{path.name}.partial")
+        self._path = Path(os.path.realpath(path))  # a link is written through
+        self._partial = self._path.with_name(f".{path.name}.partial")
         self._tokenizer, self._seen = tokenizer, set[int]()
         self._prompt_len = 0
         try:

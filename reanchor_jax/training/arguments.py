@@ -161,9 +161,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=whole(1), metavar="N", help=f"(default {d['steps']})")
     add("--rows", type=whole(1), metavar="R", help=f"texts of a step (default {d['rows']})")
     add("--anchors", type=whole(1), metavar="K", help=f"blocks of a text and step (default {d['anchors']})")
-    add("--learning-rate", type=float, metavar="LR", help=f"at its peak (default {d['learning_rate']:g})")
+    add("--learning-rate", type=_above_0, metavar="LR", help=f"at its peak (default {d['learning_rate']:g})")
     add("--warmup", type=whole(0), metavar="N", help="steps of growth (default: a tenth, at most 100)")
-    add("--weight-decay", type=float, default=0.01, metavar="W", help="of matrices (default %(default)s)")
+    add("--weight-decay", type=_at_least_0, default=0.01, metavar="W", help="of matrices (default %(default)s)")
     add("--gamma", type=_above_0, metavar="G", help=f"draft k has weight exp(-(k - 1) / G) (default {d['gamma']:g})")
     add("--train-vocab", type=whole(2), metavar="V", help="score the V most frequent answer tokens only")
     add("--seed", type=whole(0, 2**31 - 1), metavar="N", help=f"(default {d['seed']})")
@@ -187,10 +187,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _above_0(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
+    value = number(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
     return value

@@ -1,4 +1,4 @@
-"""Random targets of every supported shape against transformers itself, through files on disk.
+"""Random targets of many shapes against transformers itself, through files on disk.
 
 Needs torch: `pip install -e '.[test,parity]' && pytest tests/parity`.
 """
@@ -131,22 +131,22 @@ def test_long_prompt(tmp_path, model_type, rope):
     assert_parity(tmp_path, model_type, {"num_hidden_layers": 2, "rope_parameters": rope}, num_tokens=4096)
 
 
-FIELDS = {
-    "rms_norm_eps": 1e-1,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "num_hidden_layers": 2,
-    "tie_word_embeddings": True,
+CHANGES = {
+    "base": {},
+    "rms_norm_eps": {"rms_norm_eps": 1e-1},
+    "rope_theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "llama3": {"rope_parameters": llama3(positions=16)},
+    "low_freq_factor": {"rope_parameters": llama3(positions=16, low=2.0)},
+    "factor": {"rope_parameters": llama3(positions=16, factor=2.0)},
 }
+"""Fields that leave the weights alone: the same ones are drawn for each."""
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_every_field_that_matters_changes_the_output_as_theirs(tmp_path, model_type):
     """Parity holds for each change, and no two configs give the same logits."""
     logits = {
-        name: assert_parity(tmp_path / name, model_type, {name: value} if name != "base" else {}, num_tokens=32)
-        for name, value in {"base": None, **FIELDS}.items()
+        name: assert_parity(tmp_path / name, model_type, changes, num_tokens=64) for name, changes in CHANGES.items()
     }
     for one, other in itertools.combinations(logits, 2):
         assert np.abs(logits[one] - logits[other]).max() > 100 * TOLERANCE, (one, other)
