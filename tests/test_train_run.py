@@ -277,7 +277,7 @@ def folder(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--mask-token-id 15 --answers answers.jsonl --layers 9", "--layers is 9"),
         ("--mask-token-id 15 --answers answers.jsonl --steps 0", "--steps"),
         ("--mask-token-id 15 --answers answers.jsonl --steps 5 --warmup 5", "--warmup is 5"),
-        ("--mask-token-id 15 --answers answers.jsonl --learning-rate nan", "--learning-rate: got 'nan', expected a number above 0"),
+        ("--mask-token-id 15 --answers answers.jsonl --learning-rate nan", "--learning-rate is nan"),
         ("--init nowhere --layers 2 --answers answers.jsonl", "beside --init"),
         ("--init target --answers answers.jsonl", "target"),
         ("--recipe tiny-pair --answers answers.jsonl", "does not go with --recipe"),
