@@ -37,7 +37,7 @@ from reanchor_jax import (
     shard_pair,
 )
 from reanchor_jax.cli.process import run
-from reanchor_jax.config import LayerConfig, RopeConfig
+from reanchor_jax.config import LayerConfig, LMHeadConfig, RopeConfig
 
 ROPE = RopeConfig(theta=1e6, scaling=None)
 QWEN3_4B = TargetConfig(
@@ -68,6 +68,7 @@ DFLASH = DrafterConfig(
     num_layers=5,
     layer=QWEN3_4B.layer,
     rope=ROPE,
+    head=LMHeadConfig(),
 )
 
 

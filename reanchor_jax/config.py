@@ -80,8 +80,29 @@ class TargetConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LMHeadConfig:
+    """DFlash and Draft-OPD: the target's LM head; block position k predicts the token at position k."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DominoConfig:
+    """Domino: the target's LM head, corrected by a GRU over the block's tokens (paper, algorithm 3)."""
+
+    emb_dim: int
+    """Rank of the correction."""
+    gru_hidden_dim: int
+    shift_label: bool
+    """Block position k predicts the token at k + 1, not at k."""
+    pure_draft_prefix_len: int
+    """Drafts 1 .. this many are not corrected."""
+
+
+HeadConfig = LMHeadConfig | DominoConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
-    """A DFlash drafter: block position k predicts the token at position k, for k >= 1."""
+    """A block-diffusion drafter: a backbone and a head."""
 
     block_size: int
     mask_token_id: int
@@ -93,6 +114,7 @@ class DrafterConfig:
     num_layers: int
     layer: LayerConfig
     rope: RopeConfig
+    head: HeadConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -49,10 +49,10 @@ def draft_blocks(pair: Pair, state: DecodeState, config: DecodeConfig, noise: ja
         positions = state.length + offset + jnp.arange(block_size)
         return drafter(x, positions, state.context, state.length, suffix, offset)
 
-    hidden = jax.vmap(draft_one)(x, offsets)[:, 1:]  # [A, B-1, D]; slot k predicts position k
-    drafts = _choose_drafts(pair.target.logits(hidden), state, config, noise)
+    hidden = jax.vmap(draft_one)(x, offsets)  # [A, B, D]
+    drafts = drafter.head(pair.target, hidden, anchors, _draft_noise(pair, state, config, noise), config.draft_temp)
     return Blocks(
-        tokens=jnp.concatenate([anchors[:, None], drafts], axis=1),
+        tokens=jnp.concatenate([anchors[:, None], drafts.tokens], axis=1),
         valid=offsets <= state.suffix.count,
     )
 
@@ -63,19 +63,18 @@ def _suffix_context(drafter: Drafter, state: DecodeState, num_slots: int) -> KVC
     return drafter.context(state.suffix.features[:num_slots], positions)
 
 
-def _choose_drafts(logits: jax.Array, state: DecodeState, config: DecodeConfig, noise: jax.Array | None) -> jax.Array:
-    """Tokens [A, B-1] from drafter logits [A, B-1, V] by the draft rule."""
-    num_blocks, num_drafts, vocab_size = logits.shape
-    if config.draft_rule != "greedy":
-        if config.draft_rule == "coupled" and noise is not None:
-            # Draft k of block d stands at position i + d + k, k >= 1: noise row d + k - 1.
-            rows = jnp.arange(num_blocks)[:, None] + jnp.arange(num_drafts)[None, :]
-            drafts_noise = noise[rows]
-        else:
-            key = jax.random.fold_in(draft_key(state.key), state.length)
-            drafts_noise = jax.random.gumbel(key, (num_blocks, num_drafts, vocab_size), jnp.float32)
-        logits = logits / config.draft_temp + drafts_noise
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+def _draft_noise(pair: Pair, state: DecodeState, config: DecodeConfig, noise: jax.Array | None) -> jax.Array | None:
+    """Noise [A, B-1, V] of the draft rule; None for `greedy`."""
+    assert pair.drafter is not None
+    if config.draft_rule == "greedy":
+        return None
+    num_drafts, vocab_size = pair.drafter.config.block_size - 1, pair.target.config.vocab_size
+    num_blocks = config.num_blocks(num_drafts + 1)
+    if config.draft_rule == "coupled" and noise is not None:
+        # Draft k of block d stands at position i + d + k, k >= 1: noise row d + k - 1.
+        return noise[jnp.arange(num_blocks)[:, None] + jnp.arange(num_drafts)[None, :]]
+    key = jax.random.fold_in(draft_key(state.key), state.length)
+    return jax.random.gumbel(key, (num_blocks, num_drafts, vocab_size), jnp.float32)
 
 
 def draft_key(key: jax.Array) -> jax.Array:

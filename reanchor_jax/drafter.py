@@ -1,4 +1,4 @@
-"""The DFlash drafter: one forward turns an anchor and B-1 masks into B-1 drafts.
+"""The drafter: one forward turns an anchor and B-1 masks into features, of which a head drafts.
 
 Its context is not its own past but the target's features: `fc` and `hidden_norm` (the paper's
 Pi) project them, and every layer turns the projected features into keys and values with the
@@ -13,11 +13,12 @@ from flax import nnx
 
 from reanchor_jax.cache import KVCache
 from reanchor_jax.config import DrafterConfig
+from reanchor_jax.heads import make_head
 from reanchor_jax.layers import Segment, make_rope, rms_norm, stack_layers
 
 
 class Drafter(nnx.Module):
-    """Block-diffusion drafter in z-lab's format; embedding and LM head are the target's."""
+    """DFlash's backbone, with a head on top; embedding and LM head are the target's."""
 
     def __init__(self, config: DrafterConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.config = config
@@ -27,6 +28,7 @@ class Drafter(nnx.Module):
         self.hidden_norm = nnx.Param(jnp.ones(width, dtype))
         self.layers = stack_layers(config.layer, config.num_layers, dtype=dtype, rngs=rngs)
         self.norm = nnx.Param(jnp.ones(width, dtype))
+        self.head = make_head(config, dtype=dtype, rngs=rngs)
 
     def context(self, features: jax.Array, positions: jax.Array) -> KVCache:
         """Keys and values [L, K, T, H] that target features [T, C*D] give in every layer.

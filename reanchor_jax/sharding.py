@@ -37,6 +37,7 @@ SPLIT_AXIS = {
     "down_proj": 2,  # and that of the MLP
     "embedding": 0,  # [V, D]
     "lm_head": 0,
+    "proj_out": 0,  # Domino's correction [V, E]
 }
 """The axis of each weight that is split; all other weights are whole on every device."""
 

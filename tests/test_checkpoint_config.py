@@ -14,7 +14,7 @@ from reanchor_jax.cache import init_cache
 from reanchor_jax.checkpoint import load_drafter, load_target
 from reanchor_jax.checkpoint.dflash_config import read_drafter_config
 from reanchor_jax.checkpoint.hf_config import read_target_config
-from reanchor_jax.config import Llama3Scaling
+from reanchor_jax.config import DominoConfig, Llama3Scaling
 from reanchor_jax.target import forward_text
 from tests.checkpoint_folders import (
     LLAMA3,
@@ -210,15 +210,30 @@ def test_every_bad_value_is_refused_by_name(tmp_path, kind):
             assert ERROR_NAMES.get(name, name) in line or (name == "dflash_config" and "drafter" in line), line
 
 
+def test_spellings_of_a_domino_head(tmp_path):
+    """The one that is written today, without what may be left out, and that of older files."""
+    sizes = {"emb_dim": 24, "gru_hidden_dim": 32}
+    nested = {"mask_token_id": 150, "target_layer_ids": [0, 2]}
+    full = sizes | {"shift_label": True, "pure_draft_prefix_len": 1, "projector_type": "domino"}
+    short = DominoConfig(**sizes, shift_label=False, pure_draft_prefix_len=0)
+    for changes, head in (
+        ({"architectures": ["DominoDraftModel"], "dflash_config": nested | full}, DominoConfig(
+            **sizes, shift_label=True, pure_draft_prefix_len=1)),
+        ({"architectures": ["DominoDraftModel"], "dflash_config": nested | sizes}, short),
+        ({"dflash_config": nested | {"projector_type": "causal_v5"}, **sizes}, short),
+    ):  # fmt: skip
+        assert read_drafter_config(folder_with(tmp_path, drafter_config(**changes))).head == head
+    missing = {"architectures": ["DominoDraftModel"], "dflash_config": nested | {"emb_dim": 24}}
+    refuses(lambda: read_drafter_config(folder_with(tmp_path, drafter_config(**missing))), "gru_hidden_dim")
+
+
 def test_drafters_of_other_kinds_are_named(tmp_path):
     read = lambda **changes: lambda: read_drafter_config(folder_with(tmp_path, drafter_config(**changes)))
     nested = {"mask_token_id": 150, "target_layer_ids": [0, 2]}
-    refuses(read(architectures=["DominoDraftModel"]), "Domino", "not supported yet")
-    refuses(read(dflash_config=nested | {"projector_type": "domino"}), "Domino", "not supported yet")
-    refuses(read(dflash_config=nested | {"projector_type": "causal_v5"}), "Domino", "not supported yet")
-    refuses(read(emb_dim=24, gru_hidden_dim=32), "Domino", "not supported yet")
+    refuses(read(emb_dim=24, gru_hidden_dim=32), "unknown field emb_dim, gru_hidden_dim")
+    refuses(read(dflash_config=nested | {"projector_type": "dflash2"}), "projector_type", "domino")
     refuses(read(architectures=["Qwen3DSparkModel"], markov_rank=8), "DSpark", "not supported yet")
-    refuses(read(architectures=["EagleModel"]), "only DFlash")
+    refuses(read(architectures=["EagleModel"]), "DFlashDraftModel", "DominoDraftModel", "other drafters")
     refuses(read(num_target_layers=2), "target_layer_ids", "0 to 1")
     refuses(read(layer_types=["sliding_attention", "full_attention"]), "layer_types", "not supported yet")
 

@@ -15,7 +15,15 @@ from safetensors import safe_open
 
 from reanchor_jax.checkpoint import load_drafter, load_target, save_drafter, save_target
 from reanchor_jax.checkpoint.fill import named_parameters
-from reanchor_jax.config import DrafterConfig, LayerConfig, Llama3Scaling, RopeConfig, TargetConfig
+from reanchor_jax.config import (
+    DominoConfig,
+    DrafterConfig,
+    LayerConfig,
+    Llama3Scaling,
+    LMHeadConfig,
+    RopeConfig,
+    TargetConfig,
+)
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.target import Target
@@ -46,6 +54,9 @@ def target_of(
     return Target(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
 
 
+DOMINO = DominoConfig(emb_dim=3, gru_hidden_dim=4, shift_label=True, pure_draft_prefix_len=2)
+
+
 def drafter_of(num_target_layers: int | None = 7, dtype: jnp.dtype = jnp.float32, seed: int = 0) -> Drafter:
     config = DrafterConfig(
         block_size=5,
@@ -56,6 +67,7 @@ def drafter_of(num_target_layers: int | None = 7, dtype: jnp.dtype = jnp.float32
         num_layers=2,
         layer=LAYER,
         rope=RopeConfig(theta=1e6, scaling=None if num_target_layers is None else SCALING),
+        head=LMHeadConfig() if num_target_layers is None else DOMINO,
     )
     return Drafter(config, dtype=dtype, rngs=nnx.Rngs(seed))
 

@@ -25,7 +25,9 @@ from reanchor_jax.config import (
     AttachRule,
     DecodeConfig,
     DrafterConfig,
+    HeadConfig,
     LayerConfig,
+    LMHeadConfig,
     RetainRule,
     RopeConfig,
     TargetConfig,
@@ -45,6 +47,7 @@ QUICK = {"xla_backend_optimization_level": 0}
 """Compiler options for tests that compile many programs: half the compile time, same arithmetic."""
 
 ROPE = RopeConfig(theta=1e4, scaling=None)
+LM_HEAD = LMHeadConfig()
 
 
 def layer_config(*, qk_norm: bool, width: int = 32) -> LayerConfig:
@@ -61,7 +64,14 @@ def layer_config(*, qk_norm: bool, width: int = 32) -> LayerConfig:
 
 
 def make_pair(
-    block_size: int, *, family: str = "llama", tied: bool = True, vocab_size: int = 16, width: int = 32, seed: int = 0
+    block_size: int,
+    *,
+    family: str = "llama",
+    tied: bool = True,
+    vocab_size: int = 16,
+    width: int = 32,
+    seed: int = 0,
+    head: HeadConfig = LM_HEAD,
 ) -> Pair:
     """A random float32 pair: a `llama` or `qwen3` target of 3 layers and a drafter of 2."""
     target_config = TargetConfig(
@@ -84,6 +94,7 @@ def make_pair(
         num_layers=2,
         layer=layer_config(qk_norm=True, width=width),
         rope=ROPE,
+        head=head,
     )
     dtype = jnp.dtype(jnp.float32)
     return Pair(

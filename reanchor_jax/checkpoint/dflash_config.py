@@ -1,4 +1,4 @@
-"""config.json of a DFlash drafter in z-lab's format, to `DrafterConfig`."""
+"""config.json of a DFlash or Domino drafter in z-lab's format, to `DrafterConfig`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from pathlib import Path
 
 from reanchor_jax.checkpoint import hf_config
 from reanchor_jax.checkpoint.fields import Fields, read_json
-from reanchor_jax.config import DrafterConfig
+from reanchor_jax.config import DominoConfig, DrafterConfig, HeadConfig, LMHeadConfig
 from reanchor_jax.errors import ReanchorError
 
+DRAFTER_CLASSES = {LMHeadConfig: "DFlashDraftModel", DominoConfig: "DominoDraftModel"}
 MAX_BLOCK = 256
 # Token ids, table and length are the target's.
 _INERT = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "max_position_embeddings")
@@ -23,7 +24,9 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
     """
     path = folder / "config.json"
     fields = Fields(read_json(path), str(path))
-    _only_dflash(fields)
+    _only_known(fields)
+    section = fields.section("dflash_config")
+    head = _read_head(fields, section)
     fields.get("model_type")
     fields.only("model_type", "qwen3", why="other drafter layers are not supported")
     vocab_size = fields.integer("vocab_size", 1, hf_config.MAX_VOCAB)
@@ -31,7 +34,6 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
     num_target_layers = None
     if fields.get_or_none("num_target_layers") is not None:
         num_target_layers = fields.integer("num_target_layers", 1, hf_config.MAX_LAYERS)
-    section = fields.section("dflash_config")
     last_layer = (num_target_layers or hf_config.MAX_LAYERS) - 1
     tap_ids = section.integers("target_layer_ids", 0, last_layer)
     if not tap_ids or len(set(tap_ids)) != len(tap_ids):
@@ -45,6 +47,7 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
         num_layers=num_layers,
         layer=hf_config.read_layer(fields, qk_norm=True, head_dim_required=True),
         rope=hf_config.read_rope(fields),
+        head=head,
     )
     section.finish()
     hf_config.only_plain_layers(fields, num_layers)
@@ -58,19 +61,38 @@ def is_drafter(path: Path) -> bool:
     return path.is_dir() and "DraftModel" in str(read_json(path / "config.json").get("architectures"))
 
 
-def _only_dflash(fields: Fields) -> None:
-    architectures = fields.get("architectures")
-    nested = fields.data.get("dflash_config")
-    projector = nested.get("projector_type") if isinstance(nested, dict) else None
-    if "Domino" in str(architectures) or projector is not None or "gru_hidden_dim" in fields:
+def _only_known(fields: Fields) -> None:
+    if "DSpark" in str(fields.get("architectures")) or "markov_rank" in fields or "markov_head_type" in fields:
         raise ReanchorError(
-            f"{fields.where} describes a Domino drafter, which is not supported yet; use a DFlash drafter"
+            f"{fields.where} describes a DSpark drafter, which is not supported yet; use a DFlash or Domino drafter"
         )
-    if "DSpark" in str(architectures) or "markov_rank" in fields or "markov_head_type" in fields:
-        raise ReanchorError(
-            f"{fields.where} describes a DSpark drafter, which is not supported yet; use a DFlash drafter"
-        )
-    fields.only("architectures", ["DFlashDraftModel"], why="only DFlash drafters are supported")
+    fields.only("architectures", *([name] for name in DRAFTER_CLASSES.values()), why="other drafters are not supported")
+
+
+def _read_head(fields: Fields, section: Fields) -> HeadConfig:
+    """The head's config, whose kind `architectures` and `projector_type` name.
+
+    Older Domino files name the class of DFlash, and the head's sizes at top level.
+    """
+    projector = section.get_or_none("projector_type")
+    is_domino = fields.get("architectures") == [DRAFTER_CLASSES[DominoConfig]]
+    if projector is None and not is_domino:
+        return LMHeadConfig()
+    if projector not in ("domino", "causal_v5", *((None,) if is_domino else ())):
+        raise section.fail("projector_type", projector, '"domino", or "causal_v5" in older files')
+
+    def size(name: str) -> int:
+        return (section if name in section else fields).integer(name, 1, hf_config.MAX_WIDTH)
+
+    # The format's definition of what is left out, not a guess: no shift, every draft corrected.
+    return DominoConfig(
+        emb_dim=size("emb_dim"),
+        gru_hidden_dim=size("gru_hidden_dim"),
+        shift_label=section.boolean("shift_label") if "shift_label" in section else False,
+        pure_draft_prefix_len=section.integer("pure_draft_prefix_len", 0, MAX_BLOCK)
+        if "pure_draft_prefix_len" in section
+        else 0,
+    )
 
 
 def _block_size(fields: Fields, section: Fields) -> int:

@@ -19,6 +19,7 @@ from reanchor_jax.checkpoint.hub import resolve
 from reanchor_jax.checkpoint.rules import (
     EMBEDDING_NAME,
     HEAD_NAME,
+    OLD_HEAD_PREFIX,
     Slot,
     drafter_rules,
     expand,
@@ -71,7 +72,7 @@ def load_target(source: str | Path, *, dtype: DTypeLike = jnp.float32, revision:
 
 
 def load_drafter(source: str | Path, *, dtype: DTypeLike = jnp.float32, revision: str | None = None) -> Drafter:
-    """Loads a DFlash drafter in z-lab's format; arguments and errors are those of `load_target`."""
+    """Loads a DFlash or Domino drafter in z-lab's format; arguments and errors are those of `load_target`."""
     return plan_drafter(resolve(source, revision), float_dtype(dtype)).run()
 
 
@@ -98,7 +99,8 @@ def plan_drafter(path: Path, dtype: jnp.dtype) -> Plan[Drafter]:
     if not path.is_dir():
         raise ReanchorError(f"{path} is a file; expected a drafter's folder with config.json and safetensors")
     config, source = read_drafter_config(path), SafetensorsSource(path)
-    slots = expand(drafter_rules(config), config.num_layers)
+    old = any(name.startswith(OLD_HEAD_PREFIX) for name in source.tensors)
+    slots = expand(drafter_rules(config, OLD_HEAD_PREFIX if old else ""), config.num_layers)
     abstract = jax.eval_shape(lambda: Drafter(config, dtype=dtype, rngs=nnx.Rngs(0)))
     fit = compare(source.tensors, slots, named_parameters(abstract), source.dtypes)
     return Plan(source, slots, abstract, fit)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reanchor_jax.config import DrafterConfig, LayerConfig, TargetConfig
+from reanchor_jax.config import DominoConfig, DrafterConfig, LayerConfig, TargetConfig
 
 
 class Rule(NamedTuple):
@@ -55,6 +55,14 @@ _DFLASH = (
     Rule("hidden_norm.weight", "hidden_norm"),
     Rule("norm.weight", "norm"),
 )
+_DOMINO = (
+    Rule("prefix_gru.weight_ih_l0", "head.gru_ih"),
+    Rule("prefix_gru.weight_hh_l0", "head.gru_hh"),
+    Rule("embed_proj.0.weight", "head.proj_in"),
+    Rule("embed_proj.2.weight", "head.proj_out"),
+)
+OLD_HEAD_PREFIX = "logit_head."
+"""Before the names of a head's tensors in older files."""
 _GGUF_LLAMA = (
     Rule("token_embd.weight", "embedding"),
     Rule("output_norm.weight", "final_norm"),
@@ -87,9 +95,11 @@ def target_rules(config: TargetConfig) -> tuple[Rule, ...]:
     return rules if config.tie_word_embeddings else (*rules, Rule(HEAD_NAME, "lm_head"))
 
 
-def drafter_rules(config: DrafterConfig) -> tuple[Rule, ...]:
-    """Rules of a drafter in z-lab's format: no embedding and no head of its own."""
-    return _DFLASH + _LAYER + (_QK_NORM if config.layer.qk_norm else ())
+def drafter_rules(config: DrafterConfig, head_prefix: str = "") -> tuple[Rule, ...]:
+    """Rules of a drafter in z-lab's format: no embedding and no LM head of its own."""
+    head = _DOMINO if isinstance(config.head, DominoConfig) else ()
+    head = tuple(rule._replace(source=head_prefix + rule.source) for rule in head)
+    return _DFLASH + _LAYER + (_QK_NORM if config.layer.qk_norm else ()) + head
 
 
 def gguf_rules(config: TargetConfig) -> tuple[Rule, ...]:

@@ -15,12 +15,13 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from reanchor_jax.checkpoint.dflash_config import DRAFTER_CLASSES
 from reanchor_jax.checkpoint.fill import named_parameters
 from reanchor_jax.checkpoint.hf_config import CLASSES
 from reanchor_jax.checkpoint.load import float_dtype
 from reanchor_jax.checkpoint.rules import Rule, drafter_rules, expand, target_rules
 from reanchor_jax.checkpoint.safetensors_source import SINGLE
-from reanchor_jax.config import LayerConfig, RopeConfig
+from reanchor_jax.config import DominoConfig, LayerConfig, RopeConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.target import Target
@@ -61,18 +62,18 @@ def save_target(target: Target, folder: str | Path, *, dtype: DTypeLike = jnp.bf
 
 
 def save_drafter(drafter: Drafter, folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16) -> None:
-    """Writes a drafter in z-lab's DFlash format; see `save_target` for arguments and errors."""
+    """Writes a drafter in z-lab's format; see `save_target` for arguments and errors."""
     config, dtype = drafter.config, float_dtype(dtype)
     if not config.layer.qk_norm:
         raise ReanchorError("the drafter's qk_norm is False; expected True, the DFlash format has no other layers")
+    section = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
+    if isinstance(config.head, DominoConfig):
+        section |= {"projector_type": "domino", **vars(config.head)}
     data = {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [DRAFTER_CLASSES[type(config.head)]],
         "model_type": "qwen3",
         "block_size": config.block_size,
-        "dflash_config": {
-            "mask_token_id": config.mask_token_id,
-            "target_layer_ids": list(config.target_layer_ids),
-        },
+        "dflash_config": section,
         "layer_types": ["full_attention"] * config.num_layers,
         "num_hidden_layers": config.num_layers,
         "sliding_window": None,

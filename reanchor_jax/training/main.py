@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from reanchor_jax.checkpoint import load_drafter, load_target
 from reanchor_jax.cli.process import run
+from reanchor_jax.config import LMHeadConfig
 from reanchor_jax.default_pair import drafter_source, target_source
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.pair import check_pair
@@ -46,6 +47,10 @@ def _train(options: Options) -> None:
     if options.init is not None:
         drafter = load_drafter(drafter_source(options.init), dtype=jnp.float32)
         check_pair(target, drafter)
+        if not isinstance(drafter.config.head, LMHeadConfig):
+            raise ReanchorError(
+                f"--init {options.init} is no DFlash drafter; expected one, other heads are not trained"
+            )
     else:
         assert options.mask_token_id is not None
         drafter_config = new_drafter_config(

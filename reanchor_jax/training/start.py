@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from reanchor_jax.checkpoint.dflash_config import MAX_BLOCK
-from reanchor_jax.config import DrafterConfig
+from reanchor_jax.config import DrafterConfig, LMHeadConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.target import Target
@@ -72,6 +72,7 @@ def new_drafter_config(
         num_layers=num_layers,
         layer=dataclasses.replace(t.layer, qk_norm=True),
         rope=t.rope,
+        head=LMHeadConfig(),
     )
 
 

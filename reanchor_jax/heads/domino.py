@@ -1,0 +1,76 @@
+"""Domino's head: the target's LM head, corrected by what has been drafted before (paper, algorithm 3).
+
+Backbone and LM head have run once for the whole block. A small recurrent network (GRU) reads the
+block's tokens as they are chosen; a low-rank map of its state and the slot's feature is added to
+the slot's logits. Only that part is sequential, over B-1 slots, for all blocks at once.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from reanchor_jax.config import DominoConfig, DrafterConfig
+from reanchor_jax.heads.head import Drafts, Head, choose_drafts
+from reanchor_jax.target import Target
+
+
+class DominoHead(Head):
+    """Weights keep the checkpoint's [out, in] orientation; GRU rows are in torch's order r, z, n.
+
+    With G the GRU's width, E the rank of the correction: `gru_ih` [3G, D], `gru_hh` [3G, G],
+    `proj_in` [E, D+G], `proj_out` [V, E].
+    """
+
+    def __init__(self, config: DrafterConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        assert isinstance(config.head, DominoConfig)
+        self.config = config.head
+        width, gru, rank = config.layer.hidden_size, self.config.gru_hidden_dim, self.config.emb_dim
+
+        def matrix(rows: int, cols: int) -> nnx.Param:
+            return nnx.Param(jax.random.normal(rngs(), (rows, cols), dtype) * cols**-0.5)
+
+        self.gru_ih = matrix(3 * gru, width)
+        self.gru_hh = matrix(3 * gru, gru)
+        self.proj_in = matrix(rank, width + gru)
+        self.proj_out = matrix(config.vocab_size, rank)
+
+    def __call__(
+        self, target: Target, hidden: jax.Array, anchors: jax.Array, noise: jax.Array | None, temperature: float
+    ) -> Drafts:
+        num_blocks, block_size, width = hidden.shape
+        # Which slot predicts draft k: k itself, or with `shift_label` the slot before it.
+        hidden = hidden[:, :-1] if self.config.shift_label else hidden[:, 1:]
+        base = target.logits(hidden)  # [A, B-1, V]
+        hidden_in, state_in = self.proj_in[...][:, :width], self.proj_in[...][:, width:]
+        from_hidden = _linear(hidden, hidden_in)  # [A, B-1, E] f32
+
+        def draft_slot(carry, slot):
+            state, token = carry  # state [A, G] has read the tokens before `token` [A]
+            k, base, from_hidden, noise = slot
+            state = self.read(state, target.embed(token))
+            inner = jax.nn.silu(from_hidden + _linear(state.astype(hidden.dtype), state_in))
+            correction = _linear(inner.astype(hidden.dtype), self.proj_out[...])  # [A, V] f32
+            logits = jnp.where(k > self.config.pure_draft_prefix_len, base + correction, base)
+            token = choose_drafts(logits, noise, temperature)
+            return (state, token), (token, logits)
+
+        first = jnp.zeros((num_blocks, self.config.gru_hidden_dim), jnp.float32)
+        slots_first = lambda x: None if x is None else x.swapaxes(0, 1)
+        slots = (jnp.arange(1, block_size), slots_first(base), slots_first(from_hidden), slots_first(noise))
+        _, (tokens, logits) = jax.lax.scan(draft_slot, (first, anchors), slots)
+        return Drafts(tokens.T, logits.swapaxes(0, 1))
+
+    def read(self, state: jax.Array, x: jax.Array) -> jax.Array:
+        """The GRU's next state [A, G] f32, from its state [A, G] f32 and embeddings x [A, D]."""
+        in_r, in_z, in_n = jnp.split(_linear(x, self.gru_ih[...]), 3, axis=-1)
+        old_r, old_z, old_n = jnp.split(_linear(state.astype(x.dtype), self.gru_hh[...]), 3, axis=-1)
+        reset, update = jax.nn.sigmoid(in_r + old_r), jax.nn.sigmoid(in_z + old_z)
+        new = jnp.tanh(in_n + reset * old_n)
+        return (1 - update) * new + update * state
+
+
+def _linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [..., in] times weight [out, in], accumulated in float32."""
+    return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=jnp.float32)

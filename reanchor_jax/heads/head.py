@@ -1,0 +1,46 @@
+"""What every head does."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from reanchor_jax.config import DrafterConfig
+from reanchor_jax.target import Target
+
+
+class Drafts(NamedTuple):
+    """Drafts of A blocks."""
+
+    tokens: jax.Array  # [A, B-1] int32
+    logits: jax.Array  # [A, B-1, V] f32, of which each token was chosen
+
+
+class Head(nnx.Module):
+    """Turns block features into drafts, for all blocks of a round at once."""
+
+    def __init__(self, config: DrafterConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        raise NotImplementedError
+
+    def __call__(
+        self, target: Target, hidden: jax.Array, anchors: jax.Array, noise: jax.Array | None, temperature: float
+    ) -> Drafts:
+        """Drafts B-1 tokens behind each anchor.
+
+        Args:
+          target: for its embedding and LM head.
+          hidden: [A, B, D] the backbone's features of the blocks.
+          anchors: [A] int32.
+          noise: [A, B-1, V] f32 noise of the draft rule, or None for the top tokens.
+          temperature: what logits are divided by before noise is added.
+        """
+        raise NotImplementedError
+
+
+def choose_drafts(logits: jax.Array, noise: jax.Array | None, temperature: float) -> jax.Array:
+    """Tokens [...] int32 from logits and noise [..., V]; the lowest id where two are equal."""
+    scores = logits if noise is None else logits / temperature + noise
+    return jnp.argmax(scores, axis=-1).astype(jnp.int32)

@@ -1,0 +1,160 @@
+"""Domino drafters against the reference's numbers, and that they decode losslessly."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reanchor_jax.cache import init_cache
+from reanchor_jax.checkpoint import load_drafter, load_target
+from reanchor_jax.config import DecodeConfig, DominoConfig, DraftRule, Method
+from reanchor_jax.heads import Drafts
+from reanchor_jax.pair import Pair, check_pair
+from reanchor_jax.training.main import main as train
+from tests.tiny import Prompts, make_pair, make_prompts, run
+
+GOLDEN = Path(__file__).parent / "golden"
+TARGETS = {
+    "domino_shift0_prefix0": "target_qwen3_untied",
+    "domino_shift0_prefix1": "target_qwen3_untied",
+    "domino_shift1_prefix0": "target_qwen3_untied",
+    "domino_shift1_prefix1": "target_qwen3_untied",
+    "domino_qwen3_trained": "trained_qwen3_target",
+}
+TOLERANCE = 2e-4
+NEW = 40
+
+
+class Case(NamedTuple):
+    pair: Pair
+    info: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def case(request) -> Case:
+    folder = GOLDEN / request.param
+    pair = Pair(load_target(GOLDEN / TARGETS[request.param] / "model"), load_drafter(folder / "drafter"))
+    check_pair(pair.target, pair.drafter)
+    return Case(pair, json.loads((folder / "case.json").read_text()), dict(np.load(folder / "expected.npz")))
+
+
+@jax.jit
+def features(pair: Pair, block: jax.Array, context: jax.Array) -> jax.Array:
+    """The backbone's features [B, D] of a block behind target features [S, C*D]."""
+    drafter, start = pair.drafter, context.shape[0]
+    cache = drafter.context(context, jnp.arange(start))
+    none = init_cache(drafter.config.layer, drafter.config.num_layers, 0, jnp.float32)
+    positions = start + jnp.arange(block.shape[0])
+    return drafter(pair.target.embed(block), positions, cache, jnp.int32(start), none, jnp.int32(0))
+
+
+@jax.jit
+def draft(pair: Pair, hidden: jax.Array, anchor: jax.Array, noise: jax.Array | None) -> Drafts:
+    """Drafts of one block, of its features [B, D]."""
+    return pair.drafter.head(pair.target, hidden[None], anchor[None], noise, 1.0)
+
+
+def samples(case: Case) -> list[dict[str, np.ndarray]]:
+    """The recorded blocks."""
+    names = ("block_ids", "ctx", "draft_hidden", "base_logits", "tf_ids", "tf_final_logits", "tokens", "chosen_logits")
+    return [{name: case.arrays[f"s{n}_{name}"] for name in names} for n in range(3)]
+
+
+def test_recorded_blocks(case):
+    shift = case.info["shift_label"]
+    for sample in samples(case):
+        hidden = features(case.pair, sample["block_ids"], sample["ctx"])
+        np.testing.assert_allclose(hidden, sample["draft_hidden"], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(case.pair.target.logits(hidden), sample["base_logits"], rtol=0, atol=TOLERANCE)
+
+        drafts = draft(case.pair, hidden, sample["block_ids"][0], None)
+        np.testing.assert_array_equal(drafts.tokens[0], sample["tokens"])
+        np.testing.assert_allclose(drafts.logits[0], sample["chosen_logits"], rtol=0, atol=TOLERANCE)
+
+        # Their teacher forcing: noise that decides every draft.
+        ids = sample["tf_ids"]
+        noise = 1e6 * jax.nn.one_hot(ids[None, 1:], case.pair.target.config.vocab_size)
+        forced = draft(case.pair, hidden, ids[0], noise)
+        np.testing.assert_array_equal(forced.tokens[0], ids[1:])
+        rows = sample["tf_final_logits"][:-1] if shift else sample["tf_final_logits"][1:]
+        np.testing.assert_allclose(forced.logits[0], rows, rtol=0, atol=TOLERANCE)
+
+        # Control: correction and alignment are far from nothing.
+        base = sample["base_logits"][:-1] if shift else sample["base_logits"][1:]
+        other = sample["base_logits"][1:] if shift else sample["base_logits"][:-1]
+        first = case.info["pure_draft_prefix_len"]
+        assert np.abs(forced.logits[0] - base)[first:].max() > 100 * TOLERANCE
+        assert np.abs(forced.logits[0] - other).max(axis=-1).min() > 100 * TOLERANCE
+        np.testing.assert_allclose(forced.logits[0][:first], base[:first], rtol=0, atol=TOLERANCE)
+
+
+def padded(prompts: np.ndarray) -> Prompts:
+    """Prompts [R, P] that are padded with -1 in the files."""
+    lens = jnp.asarray((prompts >= 0).sum(axis=1), jnp.int32)
+    return Prompts(jnp.asarray(np.maximum(prompts, 0), jnp.int32), lens, jax.random.split(jax.random.key(0), len(lens)))
+
+
+def test_chain_decoding_reproduces_every_round(case):
+    arrays = case.arrays
+    if "gen_prompt" in arrays:
+        prompts, ids, lengths = (arrays[f"gen_{x}"][None] for x in ("prompt", "new_ids", "acceptance_lengths"))
+    else:
+        prompts, ids, lengths = (arrays[x] for x in ("prompt_ids", "new_ids", "acceptance_lengths"))
+    # Their limit does not count the first token, which prefill chose.
+    result = run(case.pair, padded(prompts), DecodeConfig(method="dflash", bucket_nodes=False), ids.shape[1] + 1)
+    np.testing.assert_array_equal(result.tokens[:, :-1], ids)
+    for committed, rounds, wanted in zip(result.counts.committed, result.rounds, lengths, strict=True):
+        assert committed[:rounds].tolist() == wanted[wanted > 0].tolist()
+
+
+@pytest.mark.parametrize(("temperature", "rule"), [(0.0, "greedy"), *((1.0, rule) for rule in get_args(DraftRule))])
+def test_a_trained_pair_is_lossless(temperature, rule):
+    name = "domino_qwen3_trained"
+    pair = Pair(load_target(GOLDEN / TARGETS[name] / "model"), load_drafter(GOLDEN / name / "drafter"))
+    prompts = padded(np.load(GOLDEN / name / "expected.npz")["prompt_ids"][:4])
+    config = DecodeConfig(temperature=temperature, draft_rule=rule, attach="fallback", bucket_nodes=False)
+    plain, chain, reanchor = (
+        run(pair, prompts, dataclasses.replace(config, method=method), NEW) for method in get_args(Method)
+    )
+    np.testing.assert_array_equal(chain.tokens, plain.tokens)
+    np.testing.assert_array_equal(reanchor.tokens, plain.tokens)
+    assert 1 < np.mean(chain.tau) < np.mean(reanchor.tau)
+
+
+def test_the_trainer_refuses_other_heads(tmp_path, capsys):
+    target, drafter = (str(GOLDEN / name) for name in ("trained_qwen3_target/model", "domino_qwen3_trained/drafter"))
+    (tmp_path / "a.jsonl").write_text('{"prompt_ids": [1], "answer_ids": [2]}\n')
+    flags = [
+        "--target",
+        target,
+        "--init",
+        drafter,
+        "--answers",
+        str(tmp_path / "a.jsonl"),
+        "--out",
+        str(tmp_path / "o"),
+    ]
+    assert train(flags) == 2
+    assert "is no DFlash drafter" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("block_size", [2, 3, 5, 16])
+def test_random_pairs_are_lossless(block_size):
+    head = DominoConfig(emb_dim=6, gru_hidden_dim=10, shift_label=block_size % 2 == 0, pure_draft_prefix_len=1)
+    pair = make_pair(block_size, head=head, seed=block_size)
+    for temperature, rule in ((0.0, "greedy"), (1.0, "coupled")):
+        plain = run(pair, make_prompts(), DecodeConfig(method="ar", temperature=temperature), NEW)
+        for method in ("dflash", "reanchor"):
+            config = DecodeConfig(
+                method=method, temperature=temperature, draft_rule=rule, attach="fallback", bucket_nodes=False
+            )
+            np.testing.assert_array_equal(run(pair, make_prompts(), config, NEW).tokens, plain.tokens)
