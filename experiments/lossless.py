@@ -28,7 +28,7 @@ from rich.progress import track
 
 from reanchor_jax import DecodeConfig, Pair, ReanchorError, generate, load_pair
 from reanchor_jax.cli import process
-from reanchor_jax.config import AttachRule
+from reanchor_jax.config import AttachRule, DraftRule
 from reanchor_jax.default_pair import DEFAULT_PAIR, default_target_path
 from reanchor_jax.tokenizer import ChatTokenizer, load_tokenizer
 from reanchor_jax.training.checkpoints import write_whole
@@ -55,14 +55,19 @@ def held_out_prompts(
 
 
 def settings(
-    temperatures: list[float], attach_rules: list[AttachRule], nodes: int | None, offsets: int | None
+    temperatures: list[float],
+    draft_rules: list[DraftRule],
+    attach_rules: list[AttachRule],
+    nodes: int | None,
+    offsets: int | None,
 ) -> dict[str, DecodeConfig]:
     """Names and configs; plain decoding of a temperature comes before what is held against it."""
     budget = "".join(f" {name}={n}" for name, n in (("nodes", nodes), ("offsets", offsets)) if n is not None)
     table = {}
     for temperature in temperatures:
         table[f"ar T={temperature:g}"] = DecodeConfig(method="ar", temperature=temperature)
-        for rule in ("greedy", "sample", "coupled") if temperature else ("greedy",):
+        rules: list[DraftRule] = draft_rules if temperature else ["greedy"]
+        for rule in rules:
             table[f"dflash T={temperature:g} {rule}"] = DecodeConfig(
                 method="dflash", temperature=temperature, draft_rule=rule
             )
@@ -150,6 +155,7 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--prompt-size", type=int, default=256, help="longer prompts are left out")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--draft-rule", nargs="+", default=get_args(DraftRule), choices=get_args(DraftRule))
     parser.add_argument("--attach", nargs="+", default=["earliest", "fallback"], choices=get_args(AttachRule))
     parser.add_argument("--nodes", type=int, help="node budget (default: four blocks)")
     parser.add_argument("--offsets", type=int, help="largest offset (default: B - 1)")
@@ -171,7 +177,7 @@ def main() -> int:
                 raise ReanchorError(f"{options.out} holds another run; expected {run_id}: take another --out")
             done[record["setting"], record["task"], record["row"]] = record
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    table = settings(options.temperature, options.attach, options.nodes, options.offsets)
+    table = settings(options.temperature, options.draft_rule, options.attach, options.nodes, options.offsets)
     for name, config in table.items():
         run_setting(pair, name, config, prompts, size, run_id, done, options.out)
     asked = {(task, index) for task, index, _ in prompts}
