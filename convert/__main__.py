@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from reanchor_jax.checkpoint.dflash_config import is_drafter
+from reanchor_jax.checkpoint.drafter_config import is_drafter
 from reanchor_jax.checkpoint.fill import named_parameters
 from reanchor_jax.checkpoint.hub import resolve
 from reanchor_jax.checkpoint.load import Plan, plan_drafter, plan_target

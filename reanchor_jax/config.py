@@ -25,6 +25,7 @@ from reanchor_jax.errors import ReanchorError
 Method = Literal["ar", "dflash", "reanchor"]
 DraftRule = Literal["greedy", "sample", "coupled"]
 AttachRule = Literal["earliest", "fixed", "fixed_unmatched", "random", "longest", "fallback"]
+MarkovHead = Literal["vanilla", "gated", "rnn"]
 RetainRule = Literal["baseline", "accepted_path"]
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-30, 1e30
@@ -97,7 +98,28 @@ class DominoConfig:
     """Drafts 1 .. this many are not corrected."""
 
 
-HeadConfig = LMHeadConfig | DominoConfig
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DSparkConfig:
+    """DSpark: own embedding and LM head, corrected by the token before (paper, algorithm 2).
+
+    Block position k predicts the token at k + 1, so the backbone needs one position less.
+    """
+
+    markov_rank: int
+    """Rank of the correction; 0 for none."""
+    markov_head_type: MarkovHead | None
+    """None for rank 0."""
+    enable_confidence_head: bool
+    confidence_head_with_markov: bool
+    """The confidence also reads the correction's row of the token before."""
+
+    @property
+    def confidence_rank(self) -> int:
+        """How much of the correction the confidence reads."""
+        return self.markov_rank if self.confidence_head_with_markov else 0
+
+
+HeadConfig = LMHeadConfig | DominoConfig | DSparkConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,6 +137,11 @@ class DrafterConfig:
     layer: LayerConfig
     rope: RopeConfig
     head: HeadConfig
+
+    @property
+    def num_slots(self) -> int:
+        """Positions of a block that the backbone computes: the anchor's and those of masks."""
+        return self.block_size - 1 if isinstance(self.head, DSparkConfig) else self.block_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -42,14 +42,15 @@ def draft_blocks(pair: Pair, state: DecodeState, config: DecodeConfig, noise: ja
     suffix = _suffix_context(drafter, state, num_blocks - 1)
 
     anchors = jnp.concatenate([state.tokens[state.length][None], state.suffix.tokens[: num_blocks - 1]])
-    masks = jnp.full((num_blocks, block_size - 1), drafter.config.mask_token_id, jnp.int32)
-    x = pair.target.embed(jnp.concatenate([anchors[:, None], masks], axis=1))  # [A, B, D]
+    num_slots = drafter.config.num_slots
+    masks = jnp.full((num_blocks, num_slots - 1), drafter.config.mask_token_id, jnp.int32)
+    x = drafter.head.embed(pair.target, jnp.concatenate([anchors[:, None], masks], axis=1))  # [A, T, D]
 
     def draft_one(x: jax.Array, offset: jax.Array) -> jax.Array:
-        positions = state.length + offset + jnp.arange(block_size)
+        positions = state.length + offset + jnp.arange(num_slots)
         return drafter(x, positions, state.context, state.length, suffix, offset)
 
-    hidden = jax.vmap(draft_one)(x, offsets)  # [A, B, D]
+    hidden = jax.vmap(draft_one)(x, offsets)  # [A, T, D]
     drafts = drafter.head(pair.target, hidden, anchors, _draft_noise(pair, state, config, noise), config.draft_temp)
     return Blocks(
         tokens=jnp.concatenate([anchors[:, None], drafts.tokens], axis=1),

@@ -38,6 +38,8 @@ SPLIT_AXIS = {
     "embedding": 0,  # [V, D]
     "lm_head": 0,
     "proj_out": 0,  # Domino's correction [V, E]
+    "markov_in": 0,  # DSpark's [V, r]
+    "markov_out": 0,
 }
 """The axis of each weight that is split; all other weights are whole on every device."""
 

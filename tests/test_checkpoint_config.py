@@ -12,7 +12,7 @@ import pytest
 
 from reanchor_jax.cache import init_cache
 from reanchor_jax.checkpoint import load_drafter, load_target
-from reanchor_jax.checkpoint.dflash_config import read_drafter_config
+from reanchor_jax.checkpoint.drafter_config import read_drafter_config
 from reanchor_jax.checkpoint.hf_config import read_target_config
 from reanchor_jax.config import DominoConfig, Llama3Scaling
 from reanchor_jax.target import forward_text
@@ -232,7 +232,8 @@ def test_drafters_of_other_kinds_are_named(tmp_path):
     nested = {"mask_token_id": 150, "target_layer_ids": [0, 2]}
     refuses(read(emb_dim=24, gru_hidden_dim=32), "unknown field emb_dim, gru_hidden_dim")
     refuses(read(dflash_config=nested | {"projector_type": "dflash2"}), "projector_type", "domino")
-    refuses(read(architectures=["Qwen3DSparkModel"], markov_rank=8), "DSpark", "not supported yet")
+    refuses(read(architectures=["Gemma4DSparkModel"]), "Qwen3DSparkModel", "other drafters")
+    refuses(read(architectures=["Qwen3DSparkModel"], markov_rank=8), "markov_head_type", "vanilla")
     refuses(read(architectures=["EagleModel"]), "DFlashDraftModel", "DominoDraftModel", "other drafters")
     refuses(read(num_target_layers=2), "target_layer_ids", "0 to 1")
     refuses(read(layer_types=["sliding_attention", "full_attention"]), "layer_types", "not supported yet")

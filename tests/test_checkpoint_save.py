@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,12 @@ from reanchor_jax.checkpoint.fill import named_parameters
 from reanchor_jax.config import (
     DominoConfig,
     DrafterConfig,
+    DSparkConfig,
+    HeadConfig,
     LayerConfig,
     Llama3Scaling,
     LMHeadConfig,
+    MarkovHead,
     RopeConfig,
     TargetConfig,
 )
@@ -54,10 +58,22 @@ def target_of(
     return Target(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
 
 
+LM_HEAD = LMHeadConfig()
 DOMINO = DominoConfig(emb_dim=3, gru_hidden_dim=4, shift_label=True, pure_draft_prefix_len=2)
+DSPARK = [
+    DSparkConfig(
+        markov_rank=3 if kind else 0,
+        markov_head_type=kind,
+        enable_confidence_head=kind != "rnn",
+        confidence_head_with_markov=kind == "gated",
+    )
+    for kind in (None, *get_args(MarkovHead))
+]
 
 
-def drafter_of(num_target_layers: int | None = 7, dtype: jnp.dtype = jnp.float32, seed: int = 0) -> Drafter:
+def drafter_of(
+    num_target_layers: int | None = 7, dtype: jnp.dtype = jnp.float32, seed: int = 0, head: HeadConfig = LM_HEAD
+) -> Drafter:
     config = DrafterConfig(
         block_size=5,
         mask_token_id=49,
@@ -67,7 +83,7 @@ def drafter_of(num_target_layers: int | None = 7, dtype: jnp.dtype = jnp.float32
         num_layers=2,
         layer=LAYER,
         rope=RopeConfig(theta=1e6, scaling=None if num_target_layers is None else SCALING),
-        head=LMHeadConfig() if num_target_layers is None else DOMINO,
+        head=head,
     )
     return Drafter(config, dtype=dtype, rngs=nnx.Rngs(seed))
 
@@ -104,6 +120,13 @@ def test_drafters_load_back(tmp_path, num_target_layers, dtype):
     same(load_drafter(tmp_path, dtype=dtype), drafter)
 
 
+@pytest.mark.parametrize("head", [DOMINO, *DSPARK])
+def test_heads_load_back(tmp_path, head):
+    drafter = drafter_of(head=head)
+    save_drafter(drafter, tmp_path, dtype=jnp.float32)
+    same(load_drafter(tmp_path), drafter)
+
+
 @pytest.mark.parametrize(
     "name", ["target_llama3_rope", "target_llama_tied", "target_qwen3_untied", "trained_qwen3_target"]
 )
@@ -115,7 +138,7 @@ def test_golden_targets_are_written_as_they_were(tmp_path, name):
     same_files(tmp_path, golden)
 
 
-@pytest.mark.parametrize("name", ["dflash_qwen3_b16", "dflash_llama_b10"])
+@pytest.mark.parametrize("name", ["dflash_qwen3_b16", "dflash_llama_b10", "domino_qwen3_trained", "dspark_qwen3_rnn"])
 def test_golden_drafters_are_written_as_they_were(tmp_path, name):
     golden = GOLDEN / name / "drafter"
     save_drafter(load_drafter(golden), tmp_path, dtype=jnp.float32)

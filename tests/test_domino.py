@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reanchor_jax.cache import init_cache
 from reanchor_jax.checkpoint import load_drafter, load_target
 from reanchor_jax.config import DecodeConfig, DominoConfig, DraftRule, Method
-from reanchor_jax.heads import Drafts
 from reanchor_jax.pair import Pair, check_pair
 from reanchor_jax.training.main import main as train
-from tests.tiny import Prompts, make_pair, make_prompts, run
+from tests.golden_heads import GOLDEN, TOLERANCE, draft, features, forcing, padded
+from tests.tiny import make_pair, make_prompts, run
 
-GOLDEN = Path(__file__).parent / "golden"
 TARGETS = {
-    "domino_shift0_prefix0": "target_qwen3_untied",
     "domino_shift0_prefix1": "target_qwen3_untied",
     "domino_shift1_prefix0": "target_qwen3_untied",
-    "domino_shift1_prefix1": "target_qwen3_untied",
     "domino_qwen3_trained": "trained_qwen3_target",
 }
-TOLERANCE = 2e-4
 NEW = 40
 
 
@@ -44,22 +36,6 @@ def case(request) -> Case:
     pair = Pair(load_target(GOLDEN / TARGETS[request.param] / "model"), load_drafter(folder / "drafter"))
     check_pair(pair.target, pair.drafter)
     return Case(pair, json.loads((folder / "case.json").read_text()), dict(np.load(folder / "expected.npz")))
-
-
-@jax.jit
-def features(pair: Pair, block: jax.Array, context: jax.Array) -> jax.Array:
-    """The backbone's features [B, D] of a block behind target features [S, C*D]."""
-    drafter, start = pair.drafter, context.shape[0]
-    cache = drafter.context(context, jnp.arange(start))
-    none = init_cache(drafter.config.layer, drafter.config.num_layers, 0, jnp.float32)
-    positions = start + jnp.arange(block.shape[0])
-    return drafter(pair.target.embed(block), positions, cache, jnp.int32(start), none, jnp.int32(0))
-
-
-@jax.jit
-def draft(pair: Pair, hidden: jax.Array, anchor: jax.Array, noise: jax.Array | None) -> Drafts:
-    """Drafts of one block, of its features [B, D]."""
-    return pair.drafter.head(pair.target, hidden[None], anchor[None], noise, 1.0)
 
 
 def samples(case: Case) -> list[dict[str, np.ndarray]]:
@@ -81,8 +57,7 @@ def test_recorded_blocks(case):
 
         # Their teacher forcing: noise that decides every draft.
         ids = sample["tf_ids"]
-        noise = 1e6 * jax.nn.one_hot(ids[None, 1:], case.pair.target.config.vocab_size)
-        forced = draft(case.pair, hidden, ids[0], noise)
+        forced = draft(case.pair, hidden, ids[0], forcing(ids[1:], case.pair.target.config.vocab_size))
         np.testing.assert_array_equal(forced.tokens[0], ids[1:])
         rows = sample["tf_final_logits"][:-1] if shift else sample["tf_final_logits"][1:]
         np.testing.assert_allclose(forced.logits[0], rows, rtol=0, atol=TOLERANCE)
@@ -94,12 +69,6 @@ def test_recorded_blocks(case):
         assert np.abs(forced.logits[0] - base)[first:].max() > 100 * TOLERANCE
         assert np.abs(forced.logits[0] - other).max(axis=-1).min() > 100 * TOLERANCE
         np.testing.assert_allclose(forced.logits[0][:first], base[:first], rtol=0, atol=TOLERANCE)
-
-
-def padded(prompts: np.ndarray) -> Prompts:
-    """Prompts [R, P] that are padded with -1 in the files."""
-    lens = jnp.asarray((prompts >= 0).sum(axis=1), jnp.int32)
-    return Prompts(jnp.asarray(np.maximum(prompts, 0), jnp.int32), lens, jax.random.split(jax.random.key(0), len(lens)))
 
 
 def test_chain_decoding_reproduces_every_round(case):

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from reanchor_jax.checkpoint.dflash_config import read_drafter_config
+from reanchor_jax.checkpoint.drafter_config import read_drafter_config
 from reanchor_jax.checkpoint.fill import Fit, TensorSource, compare, fill, named_parameters
 from reanchor_jax.checkpoint.gguf_source import GGUFSource, is_gguf
 from reanchor_jax.checkpoint.hf_config import read_target_config

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reanchor_jax.config import DominoConfig, DrafterConfig, LayerConfig, TargetConfig
+from reanchor_jax.config import DominoConfig, DrafterConfig, DSparkConfig, HeadConfig, LayerConfig, TargetConfig
 
 
 class Rule(NamedTuple):
@@ -61,6 +61,19 @@ _DOMINO = (
     Rule("embed_proj.0.weight", "head.proj_in"),
     Rule("embed_proj.2.weight", "head.proj_out"),
 )
+_DSPARK = (
+    Rule("embed_tokens.weight", "head.embedding"),
+    Rule("lm_head.weight", "head.lm_head"),
+)
+_MARKOV = (
+    Rule("markov_head.markov_w1.weight", "head.markov_in"),
+    Rule("markov_head.markov_w2.weight", "head.markov_out"),
+)
+_MIX = {"gated": "gate_proj", "rnn": "joint_proj"}
+_CONFIDENCE = (
+    Rule("confidence_head.proj.weight", "head.confidence"),
+    Rule("confidence_head.proj.bias", "head.confidence_bias"),
+)
 OLD_HEAD_PREFIX = "logit_head."
 """Before the names of a head's tensors in older files."""
 _GGUF_LLAMA = (
@@ -97,9 +110,19 @@ def target_rules(config: TargetConfig) -> tuple[Rule, ...]:
 
 def drafter_rules(config: DrafterConfig, head_prefix: str = "") -> tuple[Rule, ...]:
     """Rules of a drafter in z-lab's format: no embedding and no LM head of its own."""
-    head = _DOMINO if isinstance(config.head, DominoConfig) else ()
-    head = tuple(rule._replace(source=head_prefix + rule.source) for rule in head)
+    head = tuple(rule._replace(source=head_prefix + rule.source) for rule in _head_rules(config.head))
     return _DFLASH + _LAYER + (_QK_NORM if config.layer.qk_norm else ()) + head
+
+
+def _head_rules(head: HeadConfig) -> tuple[Rule, ...]:
+    if isinstance(head, DominoConfig):
+        return _DOMINO
+    if not isinstance(head, DSparkConfig):
+        return ()
+    rules = _DSPARK + (_MARKOV if head.markov_rank else ()) + (_CONFIDENCE if head.enable_confidence_head else ())
+    if mix := _MIX.get(head.markov_head_type or ""):
+        rules += (Rule(f"markov_head.{mix}.weight", "head.mix"), Rule(f"markov_head.{mix}.bias", "head.mix_bias"))
+    return rules
 
 
 def gguf_rules(config: TargetConfig) -> tuple[Rule, ...]:

@@ -15,13 +15,13 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from reanchor_jax.checkpoint.dflash_config import DRAFTER_CLASSES
+from reanchor_jax.checkpoint.drafter_config import DRAFTER_CLASSES
 from reanchor_jax.checkpoint.fill import named_parameters
 from reanchor_jax.checkpoint.hf_config import CLASSES
 from reanchor_jax.checkpoint.load import float_dtype
 from reanchor_jax.checkpoint.rules import Rule, drafter_rules, expand, target_rules
 from reanchor_jax.checkpoint.safetensors_source import SINGLE
-from reanchor_jax.config import DominoConfig, LayerConfig, RopeConfig
+from reanchor_jax.config import DominoConfig, DSparkConfig, LayerConfig, RopeConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.target import Target
@@ -62,24 +62,28 @@ def save_target(target: Target, folder: str | Path, *, dtype: DTypeLike = jnp.bf
 
 
 def save_drafter(drafter: Drafter, folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16) -> None:
-    """Writes a drafter in z-lab's format; see `save_target` for arguments and errors."""
+    """Writes a drafter in the format of its kind; see `save_target` for arguments and errors."""
     config, dtype = drafter.config, float_dtype(dtype)
     if not config.layer.qk_norm:
         raise ReanchorError("the drafter's qk_norm is False; expected True, the DFlash format has no other layers")
-    section = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
+    own = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
     if isinstance(config.head, DominoConfig):
-        section |= {"projector_type": "domino", **vars(config.head)}
+        own |= {"projector_type": "domino", **vars(config.head)}
+    if isinstance(config.head, DSparkConfig):
+        own |= {name: value for name, value in vars(config.head).items() if value is not None}
+    else:
+        own = {"dflash_config": own}
     data = {
         "architectures": [DRAFTER_CLASSES[type(config.head)]],
         "model_type": "qwen3",
-        "block_size": config.block_size,
-        "dflash_config": section,
+        "block_size": config.num_slots,
         "layer_types": ["full_attention"] * config.num_layers,
         "num_hidden_layers": config.num_layers,
         "sliding_window": None,
         "tie_word_embeddings": False,
         "use_sliding_window": False,
         "vocab_size": config.vocab_size,
+        **own,
         **_layer_fields(config.layer, config.rope),
     }
     if config.target_num_layers is not None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 
-from reanchor_jax.config import DominoConfig, DrafterConfig, LMHeadConfig
+from reanchor_jax.config import DominoConfig, DrafterConfig, DSparkConfig, LMHeadConfig
 from reanchor_jax.heads.domino import DominoHead
+from reanchor_jax.heads.dspark import DSparkHead
 from reanchor_jax.heads.head import Drafts as Drafts
 from reanchor_jax.heads.head import Head as Head
 from reanchor_jax.heads.lm import LMHead
 
-HEADS: dict[type, type[Head]] = {LMHeadConfig: LMHead, DominoConfig: DominoHead}
+HEADS: dict[type, type[Head]] = {LMHeadConfig: LMHead, DominoConfig: DominoHead, DSparkConfig: DSparkHead}
 """Kind of a head's config: the head."""
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from reanchor_jax.config import DominoConfig, DrafterConfig
-from reanchor_jax.heads.head import Drafts, Head, choose_drafts
+from reanchor_jax.heads.head import Drafts, Head, choose_drafts, linear
 from reanchor_jax.target import Target
 
 
@@ -44,14 +44,14 @@ class DominoHead(Head):
         hidden = hidden[:, :-1] if self.config.shift_label else hidden[:, 1:]
         base = target.logits(hidden)  # [A, B-1, V]
         hidden_in, state_in = self.proj_in[...][:, :width], self.proj_in[...][:, width:]
-        from_hidden = _linear(hidden, hidden_in)  # [A, B-1, E] f32
+        from_hidden = linear(hidden, hidden_in)  # [A, B-1, E] f32
 
         def draft_slot(carry, slot):
             state, token = carry  # state [A, G] has read the tokens before `token` [A]
             k, base, from_hidden, noise = slot
             state = self.read(state, target.embed(token))
-            inner = jax.nn.silu(from_hidden + _linear(state.astype(hidden.dtype), state_in))
-            correction = _linear(inner.astype(hidden.dtype), self.proj_out[...])  # [A, V] f32
+            inner = jax.nn.silu(from_hidden + linear(state.astype(hidden.dtype), state_in))
+            correction = linear(inner.astype(hidden.dtype), self.proj_out[...])  # [A, V] f32
             logits = jnp.where(k > self.config.pure_draft_prefix_len, base + correction, base)
             token = choose_drafts(logits, noise, temperature)
             return (state, token), (token, logits)
@@ -64,13 +64,8 @@ class DominoHead(Head):
 
     def read(self, state: jax.Array, x: jax.Array) -> jax.Array:
         """The GRU's next state [A, G] f32, from its state [A, G] f32 and embeddings x [A, D]."""
-        in_r, in_z, in_n = jnp.split(_linear(x, self.gru_ih[...]), 3, axis=-1)
-        old_r, old_z, old_n = jnp.split(_linear(state.astype(x.dtype), self.gru_hh[...]), 3, axis=-1)
+        in_r, in_z, in_n = jnp.split(linear(x, self.gru_ih[...]), 3, axis=-1)
+        old_r, old_z, old_n = jnp.split(linear(state.astype(x.dtype), self.gru_hh[...]), 3, axis=-1)
         reset, update = jax.nn.sigmoid(in_r + old_r), jax.nn.sigmoid(in_z + old_z)
         new = jnp.tanh(in_n + reset * old_n)
         return (1 - update) * new + update * state
-
-
-def _linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [..., in] times weight [out, in], accumulated in float32."""
-    return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=jnp.float32)

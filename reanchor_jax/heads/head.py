@@ -17,13 +17,18 @@ class Drafts(NamedTuple):
 
     tokens: jax.Array  # [A, B-1] int32
     logits: jax.Array  # [A, B-1, V] f32, of which each token was chosen
+    confidence: jax.Array | None = None  # [A, B-1] f32 logit of being accepted if those before it are
 
 
 class Head(nnx.Module):
-    """Turns block features into drafts, for all blocks of a round at once."""
+    """Turns block features into drafts, for all blocks of a round at once. T is `DrafterConfig.num_slots`."""
 
     def __init__(self, config: DrafterConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         raise NotImplementedError
+
+    def embed(self, target: Target, tokens: jax.Array) -> jax.Array:
+        """What the backbone reads: embeddings [..., D] of tokens [...] int32."""
+        return target.embed(tokens)
 
     def __call__(
         self, target: Target, hidden: jax.Array, anchors: jax.Array, noise: jax.Array | None, temperature: float
@@ -32,7 +37,7 @@ class Head(nnx.Module):
 
         Args:
           target: for its embedding and LM head.
-          hidden: [A, B, D] the backbone's features of the blocks.
+          hidden: [A, T, D] the backbone's features of the blocks.
           anchors: [A] int32.
           noise: [A, B-1, V] f32 noise of the draft rule, or None for the top tokens.
           temperature: what logits are divided by before noise is added.
@@ -44,3 +49,8 @@ def choose_drafts(logits: jax.Array, noise: jax.Array | None, temperature: float
     """Tokens [...] int32 from logits and noise [..., V]; the lowest id where two are equal."""
     scores = logits if noise is None else logits / temperature + noise
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+
+
+def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [..., in] times weight [out, in], float32."""
+    return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=jnp.float32)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from reanchor_jax.checkpoint.dflash_config import MAX_BLOCK
+from reanchor_jax.checkpoint.drafter_config import MAX_BLOCK
 from reanchor_jax.config import DrafterConfig, LMHeadConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError

@@ -1,15 +1,19 @@
-"""config.json of a DFlash or Domino drafter in z-lab's format, to `DrafterConfig`."""
+"""config.json of a DFlash, Domino or DSpark drafter, to `DrafterConfig`."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 from reanchor_jax.checkpoint import hf_config
 from reanchor_jax.checkpoint.fields import Fields, read_json
-from reanchor_jax.config import DominoConfig, DrafterConfig, HeadConfig, LMHeadConfig
-from reanchor_jax.errors import ReanchorError
+from reanchor_jax.config import DominoConfig, DrafterConfig, DSparkConfig, HeadConfig, LMHeadConfig, MarkovHead
 
-DRAFTER_CLASSES = {LMHeadConfig: "DFlashDraftModel", DominoConfig: "DominoDraftModel"}
+DRAFTER_CLASSES = {
+    LMHeadConfig: "DFlashDraftModel",
+    DominoConfig: "DominoDraftModel",
+    DSparkConfig: "Qwen3DSparkModel",
+}
 MAX_BLOCK = 256
 # Token ids, table and length are the target's.
 _INERT = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "max_position_embeddings")
@@ -24,9 +28,13 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
     """
     path = folder / "config.json"
     fields = Fields(read_json(path), str(path))
-    _only_known(fields)
-    section = fields.section("dflash_config")
-    head = _read_head(fields, section)
+    allowed = ([name] for name in DRAFTER_CLASSES.values())
+    fields.get("architectures")
+    fields.only("architectures", *allowed, why="other drafters are not supported")
+    # DSpark's own fields are at top level, those of the others in a section.
+    is_dspark = fields.get("architectures") == [DRAFTER_CLASSES[DSparkConfig]]
+    section = fields if is_dspark else fields.section("dflash_config")
+    head = _read_dspark(fields) if is_dspark else _read_dflash(fields, section)
     fields.get("model_type")
     fields.only("model_type", "qwen3", why="other drafter layers are not supported")
     vocab_size = fields.integer("vocab_size", 1, hf_config.MAX_VOCAB)
@@ -39,7 +47,8 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
     if not tap_ids or len(set(tap_ids)) != len(tap_ids):
         raise section.fail("target_layer_ids", list(tap_ids), "at least one id, and each once")
     config = DrafterConfig(
-        block_size=_block_size(fields, section),
+        # DSpark counts drafts, the others the anchor too.
+        block_size=_block_size(fields, section) + (1 if is_dspark else 0),
         mask_token_id=section.integer("mask_token_id", 0, vocab_size - 1),
         target_layer_ids=tap_ids,
         target_num_layers=num_target_layers,
@@ -49,7 +58,8 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
         rope=hf_config.read_rope(fields),
         head=head,
     )
-    section.finish()
+    if section is not fields:
+        section.finish()
     hf_config.only_plain_layers(fields, num_layers)
     fields.ignore(*hf_config.INERT, *_INERT)
     fields.finish()
@@ -57,19 +67,29 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
 
 
 def is_drafter(path: Path) -> bool:
-    """Whether the folder's config.json says that it describes a drafter."""
-    return path.is_dir() and "DraftModel" in str(read_json(path / "config.json").get("architectures"))
+    """Whether the folder's config.json says that it describes a drafter, of whatever kind."""
+    if not path.is_dir():
+        return False
+    architectures = str(read_json(path / "config.json").get("architectures"))
+    return "DraftModel" in architectures or "DSpark" in architectures
 
 
-def _only_known(fields: Fields) -> None:
-    if "DSpark" in str(fields.get("architectures")) or "markov_rank" in fields or "markov_head_type" in fields:
-        raise ReanchorError(
-            f"{fields.where} describes a DSpark drafter, which is not supported yet; use a DFlash or Domino drafter"
-        )
-    fields.only("architectures", *([name] for name in DRAFTER_CLASSES.values()), why="other drafters are not supported")
+def _read_dspark(fields: Fields) -> DSparkConfig:
+    rank = fields.integer("markov_rank", 0, hf_config.MAX_WIDTH)
+    kind = fields.get_or_none("markov_head_type")
+    if rank and kind not in get_args(MarkovHead):
+        raise fields.fail("markov_head_type", kind, f"one of {', '.join(get_args(MarkovHead))}")
+    confidence = fields.boolean("enable_confidence_head")
+    fields.ignore("num_anchors", "confidence_head_with_markov")  # of training; of a confidence
+    return DSparkConfig(
+        markov_rank=rank,
+        markov_head_type=kind if rank else None,
+        enable_confidence_head=confidence,
+        confidence_head_with_markov=confidence and fields.boolean("confidence_head_with_markov"),
+    )
 
 
-def _read_head(fields: Fields, section: Fields) -> HeadConfig:
+def _read_dflash(fields: Fields, section: Fields) -> HeadConfig:
     """The head's config, whose kind `architectures` and `projector_type` name.
 
     Older Domino files name the class of DFlash, and the head's sizes at top level.

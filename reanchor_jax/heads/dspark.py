@@ -1,0 +1,106 @@
+"""DSpark's head: own embedding and LM head, a Markov correction, a confidence (paper, algorithm 2).
+
+Backbone and LM head have run once for the whole block. What the token before a slot says about the
+slot is a low-rank matrix ("vanilla"), gated by the slot's feature ("gated"), or the output of a
+small recurrent network ("rnn"). Only that part is sequential, for all blocks at once.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from reanchor_jax.config import DrafterConfig, DSparkConfig
+from reanchor_jax.heads.head import Drafts, Head, choose_drafts, linear
+from reanchor_jax.target import Target
+
+
+class DSparkHead(Head):
+    """Slot k of the block predicts the token at position k + 1, so B-1 slots make B-1 drafts.
+
+    With r the rank of the correction: `embedding` and `lm_head` [V, D], `markov_in` and `markov_out`
+    [V, r], `mix` [r, D+r] of "gated", [3r, 2r+D] of "rnn", `confidence` [1, D] or [1, D+r].
+    """
+
+    def __init__(self, config: DrafterConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        assert isinstance(config.head, DSparkConfig)
+        self.config = config.head
+        vocab_size, width, rank = config.vocab_size, config.layer.hidden_size, self.config.markov_rank
+
+        def matrix(rows: int, cols: int) -> nnx.Param:
+            return nnx.Param(jax.random.normal(rngs(), (rows, cols), dtype) * cols**-0.5)
+
+        def zeros(size: int) -> nnx.Param:
+            return nnx.Param(jnp.zeros(size, dtype))
+
+        self.embedding = matrix(vocab_size, width)
+        self.lm_head = matrix(vocab_size, width)
+        self.markov_in = matrix(vocab_size, rank) if rank else None
+        self.markov_out = matrix(vocab_size, rank) if rank else None
+        rows, cols = {"gated": (rank, width + rank), "rnn": (3 * rank, 2 * rank + width)}.get(
+            self.config.markov_head_type or "", (0, 0)
+        )
+        self.mix = matrix(rows, cols) if rows else None
+        self.mix_bias = zeros(rows) if rows else None
+        has_confidence, inputs = self.config.enable_confidence_head, width + self.config.confidence_rank
+        self.confidence = matrix(1, inputs) if has_confidence else None
+        self.confidence_bias = zeros(1) if has_confidence else None
+
+    def embed(self, target: Target, tokens: jax.Array) -> jax.Array:
+        return self.embedding[...][tokens]
+
+    def __call__(
+        self, target: Target, hidden: jax.Array, anchors: jax.Array, noise: jax.Array | None, temperature: float
+    ) -> Drafts:
+        base = linear(hidden, self.lm_head[...])  # [A, B-1, V]
+
+        def draft_slot(carry, slot):
+            state, token = carry
+            base, hidden, noise = slot
+            before = None if self.markov_in is None else self.markov_in[...][token]  # [A, r]
+            logits, state = self.correct(base, state, before, hidden)
+            token = choose_drafts(logits, noise, temperature)
+            return (state, token), (token, logits, self.confide(before, hidden))
+
+        state = jnp.zeros((hidden.shape[0], self.config.markov_rank), jnp.float32)
+        slots_first = lambda x: None if x is None else x.swapaxes(0, 1)
+        _, results = jax.lax.scan(draft_slot, (state, anchors), jax.tree.map(slots_first, (base, hidden, noise)))
+        return Drafts(*jax.tree.map(slots_first, results))
+
+    def correct(
+        self, logits: jax.Array, state: jax.Array, before: jax.Array | None, hidden: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """A slot's corrected logits [A, V] and the next state [A, r] f32.
+
+        Args:
+          logits: [A, V] of the LM head.
+          state: [A, r] f32; only "rnn" has one.
+          before: [A, r] row of `markov_in` of the token before the slot; None without a correction.
+          hidden: [A, D] the slot's feature.
+        """
+        if before is None or self.markov_out is None:
+            return logits, state
+        kind, factor = self.config.markov_head_type, before.astype(jnp.float32)
+        if kind == "gated":
+            factor = jax.nn.sigmoid(self._mix(hidden, before)) * factor
+        elif kind == "rnn":
+            keep, new, out = jnp.split(self._mix(state.astype(hidden.dtype), before, hidden), 3, axis=-1)
+            keep = jax.nn.sigmoid(keep)
+            state = keep * state + (1 - keep) * jnp.tanh(new)
+            factor = jnp.tanh(out)
+        return logits + linear(factor.astype(hidden.dtype), self.markov_out[...]), state
+
+    def confide(self, before: jax.Array | None, hidden: jax.Array) -> jax.Array | None:
+        """Logits [A] f32 of a slot's draft being accepted if those before it are."""
+        if self.confidence is None or self.confidence_bias is None:
+            return None
+        inputs = jnp.concatenate([hidden, before], axis=-1) if before is not None and self._with_markov() else hidden
+        return (linear(inputs, self.confidence[...]) + self.confidence_bias[...].astype(jnp.float32)[None])[:, 0]
+
+    def _with_markov(self) -> bool:
+        return self.config.confidence_rank > 0
+
+    def _mix(self, *inputs: jax.Array) -> jax.Array:
+        assert self.mix is not None and self.mix_bias is not None
+        return linear(jnp.concatenate(inputs, axis=-1), self.mix[...]) + self.mix_bias[...].astype(jnp.float32)[None]

@@ -1,0 +1,46 @@
+"""What tests of heads share: recorded blocks and prompts of the golden data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from reanchor_jax.cache import init_cache
+from reanchor_jax.heads import Drafts
+from reanchor_jax.pair import Pair
+from tests.tiny import Prompts
+
+GOLDEN = Path(__file__).parent / "golden"
+TOLERANCE = 2e-4
+
+
+@jax.jit
+def features(pair: Pair, block: jax.Array, context: jax.Array) -> jax.Array:
+    """The backbone's features [T, D] of a block behind target features [S, C*D]."""
+    drafter, start = pair.drafter, context.shape[0]
+    assert drafter is not None
+    cache = drafter.context(context, jnp.arange(start))
+    none = init_cache(drafter.config.layer, drafter.config.num_layers, 0, jnp.float32)
+    positions = start + jnp.arange(block.shape[0])
+    return drafter(drafter.head.embed(pair.target, block), positions, cache, jnp.int32(start), none, jnp.int32(0))
+
+
+@jax.jit
+def draft(pair: Pair, hidden: jax.Array, anchor: jax.Array, noise: jax.Array | None) -> Drafts:
+    """Drafts of one block, of its features [T, D]."""
+    assert pair.drafter is not None
+    return pair.drafter.head(pair.target, hidden[None], anchor[None], noise, 1.0)
+
+
+def forcing(tokens: np.ndarray, vocab_size: int) -> jax.Array:
+    """Noise that decides every draft of a block: teacher forcing."""
+    return 1e6 * jax.nn.one_hot(tokens[None], vocab_size)
+
+
+def padded(prompts: np.ndarray) -> Prompts:
+    """Prompts [R, P] that are padded with -1 in the files."""
+    lens = jnp.asarray((prompts >= 0).sum(axis=1), jnp.int32)
+    return Prompts(jnp.asarray(np.maximum(prompts, 0), jnp.int32), lens, jax.random.split(jax.random.key(0), len(lens)))

@@ -1,0 +1,111 @@
+"""DSpark drafters against the reference's numbers, and that they decode losslessly."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import get_args
+
+import jax
+import numpy as np
+import pytest
+
+from reanchor_jax.checkpoint import load_drafter, load_target
+from reanchor_jax.config import DecodeConfig, DraftRule, DSparkConfig, MarkovHead, Method
+from reanchor_jax.pair import Pair, check_pair
+from tests.golden_heads import GOLDEN, TOLERANCE, draft, features, forcing, padded
+from tests.tiny import make_pair, make_prompts, run
+
+RANDOM = ("dspark_qwen3_vanilla", "dspark_qwen3_gated", "dspark_qwen3_rnn", "dspark_qwen3_nomarkov")
+NEW = 40
+
+
+def close(got: jax.Array, want: np.ndarray) -> None:
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+
+
+def check_block(pair: Pair, block: dict[str, np.ndarray]) -> jax.Array:
+    """Features, logits, tokens and confidences of a recorded block; returns the features."""
+    hidden = features(pair, block["block_ids"], block["ctx"])
+    close(hidden, block["block_hidden"])
+    drafts = draft(pair, hidden, block["block_ids"][0], None)
+    np.testing.assert_array_equal(drafts.tokens[0], block["tokens"])
+    close(drafts.logits[0], block["corrected_logits"])
+    close(drafts.confidence[0], block["confidence_logits"])
+    return hidden
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_recorded_blocks(name):
+    # The head brings its own embedding and LM head; of the target only the shapes count.
+    pair = Pair(load_target(GOLDEN / "target_qwen3_untied" / "model"), load_drafter(GOLDEN / name / "drafter"))
+    arrays = np.load(GOLDEN / name / "expected.npz")
+    moved = 0.0
+    for n in range(3):
+        block = {key.removeprefix(f"s{n}_"): arrays[key] for key in arrays if key.startswith(f"s{n}_")}
+        hidden = check_block(pair, block)
+        close(hidden @ pair.drafter.head.lm_head[...].T, block["base_logits"])
+        moved = max(moved, np.abs(block["corrected_logits"] - block["base_logits"]).max())
+        if "tf_logits" in block:
+            # `tf_prev_ids` are the tokens before each slot: the anchor, then all drafts but the last.
+            before = block["tf_prev_ids"]
+            forced = draft(pair, hidden, before[0], forcing(np.append(before[1:], 0), pair.target.config.vocab_size))
+            close(forced.logits[0], block["tf_logits"])
+    assert moved > 100 * TOLERANCE or name == "dspark_qwen3_nomarkov"
+
+
+def trained() -> tuple[Pair, dict[str, np.ndarray]]:
+    folder = GOLDEN / "dspark_qwen3_trained"
+    pair = Pair(load_target(GOLDEN / "trained_qwen3_target" / "model"), load_drafter(folder / "drafter"))
+    check_pair(pair.target, pair.drafter)
+    return pair, dict(np.load(folder / "expected.npz"))
+
+
+def test_recorded_rounds():
+    pair, arrays = trained()
+    rounds = sorted({key.split("_")[0] for key in arrays if key.startswith("round")})
+    assert len(rounds) >= 2
+    for name in rounds:
+        check_block(pair, {key.removeprefix(f"{name}_"): x for key, x in arrays.items() if key.startswith(f"{name}_")})
+
+
+def test_chain_decoding_reproduces_every_round():
+    """Their runs without a confidence threshold."""
+    pair, arrays = trained()
+    ids, lengths = arrays["t0_new_ids"], arrays["t0_acceptance_lengths"]
+    config = DecodeConfig(method="dflash", bucket_nodes=False)
+    # Their limit counts the first token, and the rounds stop when it is reached.
+    result = run(pair, padded(arrays["prompt_ids"]), config, ids.shape[1])
+    np.testing.assert_array_equal(result.tokens, ids)
+    for committed, rounds, wanted in zip(result.counts.committed, result.rounds, lengths, strict=True):
+        assert committed[:rounds].tolist() == wanted[wanted > 0].tolist()
+
+
+@pytest.mark.parametrize(("temperature", "rule"), [(0.0, "greedy"), *((1.0, rule) for rule in get_args(DraftRule))])
+def test_a_trained_pair_is_lossless(temperature, rule):
+    pair, arrays = trained()
+    prompts = padded(arrays["prompt_ids"][:4])
+    config = DecodeConfig(temperature=temperature, draft_rule=rule, attach="fallback", bucket_nodes=False)
+    plain, chain, reanchor = (
+        run(pair, prompts, dataclasses.replace(config, method=method), NEW) for method in get_args(Method)
+    )
+    np.testing.assert_array_equal(chain.tokens, plain.tokens)
+    np.testing.assert_array_equal(reanchor.tokens, plain.tokens)
+    assert 1 < np.mean(chain.tau) < np.mean(reanchor.tau)
+
+
+@pytest.mark.parametrize(("block_size", "kind"), [(2, None), *zip((3, 6, 16), get_args(MarkovHead), strict=True)])
+def test_random_pairs_are_lossless(block_size, kind):
+    head = DSparkConfig(
+        markov_rank=5 if kind else 0,
+        markov_head_type=kind,
+        enable_confidence_head=True,
+        confidence_head_with_markov=kind is not None,
+    )
+    pair = make_pair(block_size, head=head, seed=block_size)
+    for temperature, rule in ((0.0, "greedy"), (1.0, "coupled")):
+        plain = run(pair, make_prompts(), DecodeConfig(method="ar", temperature=temperature), NEW)
+        for method in ("dflash", "reanchor"):
+            config = DecodeConfig(
+                method=method, temperature=temperature, draft_rule=rule, attach="fallback", bucket_nodes=False
+            )
+            np.testing.assert_array_equal(run(pair, make_prompts(), config, NEW).tokens, plain.tokens)
