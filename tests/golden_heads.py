@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from reanchor_jax.cache import init_cache
+from reanchor_jax.config import DecodeConfig, DraftRule, HeadConfig, Method
 from reanchor_jax.heads import Drafts
 from reanchor_jax.pair import Pair
-from tests.tiny import Prompts
+from tests.tiny import Prompts, make_pair, make_prompts, run
 
 GOLDEN = Path(__file__).parent / "golden"
 TOLERANCE = 2e-4
+NEW = 40
 
 
 @jax.jit
@@ -44,3 +48,26 @@ def padded(prompts: np.ndarray) -> Prompts:
     """Prompts [R, P] that are padded with -1 in the files."""
     lens = jnp.asarray((prompts >= 0).sum(axis=1), jnp.int32)
     return Prompts(jnp.asarray(np.maximum(prompts, 0), jnp.int32), lens, jax.random.split(jax.random.key(0), len(lens)))
+
+
+def check_trained_pair(pair: Pair, prompts: Prompts, temperature: float, rule: DraftRule) -> None:
+    """Chain and ReAnchor give plain decoding's text, in fewer rounds each."""
+    config = DecodeConfig(temperature=temperature, draft_rule=rule, attach="fallback", bucket_nodes=False)
+    plain, chain, reanchor = (
+        run(pair, prompts, dataclasses.replace(config, method=method), NEW) for method in get_args(Method)
+    )
+    np.testing.assert_array_equal(chain.tokens, plain.tokens)
+    np.testing.assert_array_equal(reanchor.tokens, plain.tokens)
+    assert 1 < np.mean(chain.tau) < np.mean(reanchor.tau)
+
+
+def check_random_pair(block_size: int, head: HeadConfig) -> None:
+    """Chain and ReAnchor give plain decoding's text, with a drafter that is hardly ever right."""
+    pair = make_pair(block_size, head=head, seed=block_size)
+    for temperature, rule in ((0.0, "greedy"), (1.0, "coupled")):
+        config = DecodeConfig(temperature=temperature, draft_rule=rule, attach="fallback", bucket_nodes=False)
+        plain, *others = (
+            run(pair, make_prompts(), dataclasses.replace(config, method=method), NEW) for method in get_args(Method)
+        )
+        for other in others:
+            np.testing.assert_array_equal(other.tokens, plain.tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any, NamedTuple, get_args
 
@@ -10,18 +9,26 @@ import numpy as np
 import pytest
 
 from reanchor_jax.checkpoint import load_drafter, load_target
-from reanchor_jax.config import DecodeConfig, DominoConfig, DraftRule, Method
+from reanchor_jax.config import DecodeConfig, DominoConfig, DraftRule
 from reanchor_jax.pair import Pair, check_pair
 from reanchor_jax.training.main import main as train
-from tests.golden_heads import GOLDEN, TOLERANCE, draft, features, forcing, padded
-from tests.tiny import make_pair, make_prompts, run
+from tests.golden_heads import (
+    GOLDEN,
+    TOLERANCE,
+    check_random_pair,
+    check_trained_pair,
+    draft,
+    features,
+    forcing,
+    padded,
+)
+from tests.tiny import run
 
 TARGETS = {
     "domino_shift0_prefix1": "target_qwen3_untied",
     "domino_shift1_prefix0": "target_qwen3_untied",
     "domino_qwen3_trained": "trained_qwen3_target",
 }
-NEW = 40
 
 
 class Case(NamedTuple):
@@ -89,29 +96,14 @@ def test_a_trained_pair_is_lossless(temperature, rule):
     name = "domino_qwen3_trained"
     pair = Pair(load_target(GOLDEN / TARGETS[name] / "model"), load_drafter(GOLDEN / name / "drafter"))
     prompts = padded(np.load(GOLDEN / name / "expected.npz")["prompt_ids"][:4])
-    config = DecodeConfig(temperature=temperature, draft_rule=rule, attach="fallback", bucket_nodes=False)
-    plain, chain, reanchor = (
-        run(pair, prompts, dataclasses.replace(config, method=method), NEW) for method in get_args(Method)
-    )
-    np.testing.assert_array_equal(chain.tokens, plain.tokens)
-    np.testing.assert_array_equal(reanchor.tokens, plain.tokens)
-    assert 1 < np.mean(chain.tau) < np.mean(reanchor.tau)
+    check_trained_pair(pair, prompts, temperature, rule)
 
 
 def test_the_trainer_refuses_other_heads(tmp_path, capsys):
     target, drafter = (str(GOLDEN / name) for name in ("trained_qwen3_target/model", "domino_qwen3_trained/drafter"))
     (tmp_path / "a.jsonl").write_text('{"prompt_ids": [1], "answer_ids": [2]}\n')
-    flags = [
-        "--target",
-        target,
-        "--init",
-        drafter,
-        "--answers",
-        str(tmp_path / "a.jsonl"),
-        "--out",
-        str(tmp_path / "o"),
-    ]
-    assert train(flags) == 2
+    files = ["--answers", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "o")]
+    assert train(["--target", target, "--init", drafter, *files]) == 2
     assert "is no DFlash drafter" in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
 
@@ -119,11 +111,4 @@ def test_the_trainer_refuses_other_heads(tmp_path, capsys):
 @pytest.mark.parametrize("block_size", [2, 3, 5, 16])
 def test_random_pairs_are_lossless(block_size):
     head = DominoConfig(emb_dim=6, gru_hidden_dim=10, shift_label=block_size % 2 == 0, pure_draft_prefix_len=1)
-    pair = make_pair(block_size, head=head, seed=block_size)
-    for temperature, rule in ((0.0, "greedy"), (1.0, "coupled")):
-        plain = run(pair, make_prompts(), DecodeConfig(method="ar", temperature=temperature), NEW)
-        for method in ("dflash", "reanchor"):
-            config = DecodeConfig(
-                method=method, temperature=temperature, draft_rule=rule, attach="fallback", bucket_nodes=False
-            )
-            np.testing.assert_array_equal(run(pair, make_prompts(), config, NEW).tokens, plain.tokens)
+    check_random_pair(block_size, head)

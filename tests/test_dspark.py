@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import get_args
 
 import jax
@@ -10,13 +9,21 @@ import numpy as np
 import pytest
 
 from reanchor_jax.checkpoint import load_drafter, load_target
-from reanchor_jax.config import DecodeConfig, DraftRule, DSparkConfig, MarkovHead, Method
+from reanchor_jax.config import DecodeConfig, DraftRule, DSparkConfig, MarkovHead
 from reanchor_jax.pair import Pair, check_pair
-from tests.golden_heads import GOLDEN, TOLERANCE, draft, features, forcing, padded
-from tests.tiny import make_pair, make_prompts, run
+from tests.golden_heads import (
+    GOLDEN,
+    TOLERANCE,
+    check_random_pair,
+    check_trained_pair,
+    draft,
+    features,
+    forcing,
+    padded,
+)
+from tests.tiny import run
 
 RANDOM = ("dspark_qwen3_vanilla", "dspark_qwen3_gated", "dspark_qwen3_rnn", "dspark_qwen3_nomarkov")
-NEW = 40
 
 
 def close(got: jax.Array, want: np.ndarray) -> None:
@@ -83,14 +90,7 @@ def test_chain_decoding_reproduces_every_round():
 @pytest.mark.parametrize(("temperature", "rule"), [(0.0, "greedy"), *((1.0, rule) for rule in get_args(DraftRule))])
 def test_a_trained_pair_is_lossless(temperature, rule):
     pair, arrays = trained()
-    prompts = padded(arrays["prompt_ids"][:4])
-    config = DecodeConfig(temperature=temperature, draft_rule=rule, attach="fallback", bucket_nodes=False)
-    plain, chain, reanchor = (
-        run(pair, prompts, dataclasses.replace(config, method=method), NEW) for method in get_args(Method)
-    )
-    np.testing.assert_array_equal(chain.tokens, plain.tokens)
-    np.testing.assert_array_equal(reanchor.tokens, plain.tokens)
-    assert 1 < np.mean(chain.tau) < np.mean(reanchor.tau)
+    check_trained_pair(pair, padded(arrays["prompt_ids"][:4]), temperature, rule)
 
 
 @pytest.mark.parametrize(("block_size", "kind"), [(2, None), *zip((3, 6, 16), get_args(MarkovHead), strict=True)])
@@ -101,11 +101,4 @@ def test_random_pairs_are_lossless(block_size, kind):
         enable_confidence_head=True,
         confidence_head_with_markov=kind is not None,
     )
-    pair = make_pair(block_size, head=head, seed=block_size)
-    for temperature, rule in ((0.0, "greedy"), (1.0, "coupled")):
-        plain = run(pair, make_prompts(), DecodeConfig(method="ar", temperature=temperature), NEW)
-        for method in ("dflash", "reanchor"):
-            config = DecodeConfig(
-                method=method, temperature=temperature, draft_rule=rule, attach="fallback", bucket_nodes=False
-            )
-            np.testing.assert_array_equal(run(pair, make_prompts(), config, NEW).tokens, plain.tokens)
+    check_random_pair(block_size, head)

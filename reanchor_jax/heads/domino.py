@@ -42,9 +42,10 @@ class DominoHead(Head):
         num_blocks, block_size, width = hidden.shape
         # Which slot predicts draft k: k itself, or with `shift_label` the slot before it.
         hidden = hidden[:, :-1] if self.config.shift_label else hidden[:, 1:]
-        base = target.logits(hidden)  # [A, B-1, V]
+        hidden = hidden.swapaxes(0, 1)  # slots first, to scan over: here, where a copy is small
+        base = target.logits(hidden)  # [B-1, A, V]
         hidden_in, state_in = self.proj_in[...][:, :width], self.proj_in[...][:, width:]
-        from_hidden = linear(hidden, hidden_in)  # [A, B-1, E] f32
+        from_hidden = linear(hidden, hidden_in)  # [B-1, A, E] f32
 
         def draft_slot(carry, slot):
             state, token = carry  # state [A, G] has read the tokens before `token` [A]
@@ -57,8 +58,7 @@ class DominoHead(Head):
             return (state, token), (token, logits)
 
         first = jnp.zeros((num_blocks, self.config.gru_hidden_dim), jnp.float32)
-        slots_first = lambda x: None if x is None else x.swapaxes(0, 1)
-        slots = (jnp.arange(1, block_size), slots_first(base), slots_first(from_hidden), slots_first(noise))
+        slots = (jnp.arange(1, block_size), base, from_hidden, None if noise is None else noise.swapaxes(0, 1))
         _, (tokens, logits) = jax.lax.scan(draft_slot, (first, anchors), slots)
         return Drafts(tokens.T, logits.swapaxes(0, 1))
 

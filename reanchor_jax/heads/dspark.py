@@ -53,53 +53,58 @@ class DSparkHead(Head):
     def __call__(
         self, target: Target, hidden: jax.Array, anchors: jax.Array, noise: jax.Array | None, temperature: float
     ) -> Drafts:
-        base = linear(hidden, self.lm_head[...])  # [A, B-1, V]
+        hidden = hidden.swapaxes(0, 1)  # slots first, to scan over: here, where a copy is small
+        base = linear(hidden, self.lm_head[...])  # [B-1, A, V]
 
         def draft_slot(carry, slot):
             state, token = carry
             base, hidden, noise = slot
-            before = None if self.markov_in is None else self.markov_in[...][token]  # [A, r]
-            logits, state = self.correct(base, state, before, hidden)
+            logits, state = self.correct(base, state, token, hidden)
             token = choose_drafts(logits, noise, temperature)
-            return (state, token), (token, logits, self.confide(before, hidden))
+            return (state, token), (token, logits)
 
-        state = jnp.zeros((hidden.shape[0], self.config.markov_rank), jnp.float32)
-        slots_first = lambda x: None if x is None else x.swapaxes(0, 1)
-        _, results = jax.lax.scan(draft_slot, (state, anchors), jax.tree.map(slots_first, (base, hidden, noise)))
-        return Drafts(*jax.tree.map(slots_first, results))
+        state = jnp.zeros((anchors.shape[0], self.config.markov_rank), jnp.float32)
+        slots = (base, hidden, None if noise is None else noise.swapaxes(0, 1))
+        _, (tokens, logits) = jax.lax.scan(draft_slot, (state, anchors), slots)
+        before = jnp.concatenate([anchors[None], tokens[:-1]])
+        confidence = None if self.confidence is None else self.confide(before, hidden).T
+        return Drafts(tokens.T, logits.swapaxes(0, 1), confidence)
 
     def correct(
-        self, logits: jax.Array, state: jax.Array, before: jax.Array | None, hidden: jax.Array
+        self, logits: jax.Array, state: jax.Array, before: jax.Array, hidden: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """A slot's corrected logits [A, V] and the next state [A, r] f32.
 
         Args:
           logits: [A, V] of the LM head.
           state: [A, r] f32; only "rnn" has one.
-          before: [A, r] row of `markov_in` of the token before the slot; None without a correction.
+          before: [A] int32 token before the slot.
           hidden: [A, D] the slot's feature.
         """
-        if before is None or self.markov_out is None:
+        if self.markov_in is None or self.markov_out is None:
             return logits, state
-        kind, factor = self.config.markov_head_type, before.astype(jnp.float32)
+        row = self.markov_in[...][before]
+        kind, factor = self.config.markov_head_type, row.astype(jnp.float32)
         if kind == "gated":
-            factor = jax.nn.sigmoid(self._mix(hidden, before)) * factor
+            factor = jax.nn.sigmoid(self._mix(hidden, row)) * factor
         elif kind == "rnn":
-            keep, new, out = jnp.split(self._mix(state.astype(hidden.dtype), before, hidden), 3, axis=-1)
+            keep, new, out = jnp.split(self._mix(state.astype(hidden.dtype), row, hidden), 3, axis=-1)
             keep = jax.nn.sigmoid(keep)
             state = keep * state + (1 - keep) * jnp.tanh(new)
             factor = jnp.tanh(out)
         return logits + linear(factor.astype(hidden.dtype), self.markov_out[...]), state
 
-    def confide(self, before: jax.Array | None, hidden: jax.Array) -> jax.Array | None:
-        """Logits [A] f32 of a slot's draft being accepted if those before it are."""
-        if self.confidence is None or self.confidence_bias is None:
-            return None
-        inputs = jnp.concatenate([hidden, before], axis=-1) if before is not None and self._with_markov() else hidden
-        return (linear(inputs, self.confidence[...]) + self.confidence_bias[...].astype(jnp.float32)[None])[:, 0]
+    def confide(self, before: jax.Array, hidden: jax.Array) -> jax.Array:
+        """Logits [...] f32 of drafts being accepted if those before them are.
 
-    def _with_markov(self) -> bool:
-        return self.config.confidence_rank > 0
+        Args:
+          before: [...] int32 token before each slot.
+          hidden: [..., D] the slots' features.
+        """
+        assert self.confidence is not None and self.confidence_bias is not None
+        if self.markov_in is not None and self.config.confidence_head_with_markov:
+            hidden = jnp.concatenate([hidden, self.markov_in[...][before]], axis=-1)
+        return linear(hidden, self.confidence[...])[..., 0] + self.confidence_bias[...].astype(jnp.float32)[0]
 
     def _mix(self, *inputs: jax.Array) -> jax.Array:
         assert self.mix is not None and self.mix_bias is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import NamedTuple
 
 import jax
@@ -23,13 +24,15 @@ class Drafts(NamedTuple):
 class Head(nnx.Module):
     """Turns block features into drafts, for all blocks of a round at once. T is `DrafterConfig.num_slots`."""
 
+    @abc.abstractmethod
     def __init__(self, config: DrafterConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        raise NotImplementedError
+        """Random weights of the kind of head that `config.head` describes."""
 
     def embed(self, target: Target, tokens: jax.Array) -> jax.Array:
         """What the backbone reads: embeddings [..., D] of tokens [...] int32."""
         return target.embed(tokens)
 
+    @abc.abstractmethod
     def __call__(
         self, target: Target, hidden: jax.Array, anchors: jax.Array, noise: jax.Array | None, temperature: float
     ) -> Drafts:
@@ -42,7 +45,6 @@ class Head(nnx.Module):
           noise: [A, B-1, V] f32 noise of the draft rule, or None for the top tokens.
           temperature: what logits are divided by before noise is added.
         """
-        raise NotImplementedError
 
 
 def choose_drafts(logits: jax.Array, noise: jax.Array | None, temperature: float) -> jax.Array:
