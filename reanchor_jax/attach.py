@@ -27,17 +27,21 @@ def attach_blocks(blocks: Blocks, rule: AttachRule, key: jax.Array) -> Paths:
     always, `random` any of T, `longest` the one from which both blocks agree longest (ties: the
     earliest), `fallback` the earliest, or t = d where T is empty. No site: the block is dropped.
 
-    Example, B = 4: g(0) = a b c d, g(2) = b x y z gives T = {1} and the path a b x y z.
+    A schedule cuts every block to its length first, so that no t lies behind the baseline's end.
+    There itself, where t equals the length, an unmatched block can still attach.
+
+    Example, B = 4: g(0) = a b c d, g(2) = b x y z gives T = {1} and the path a b x y z. Cut to
+    lengths 3 and 2, the path of g(2) is a b x.
 
     Args:
-      blocks: drafted blocks [A, B].
+      blocks: drafted blocks [A, B], their lengths [A].
       rule: static attachment rule.
       key: PRNG key, read by `random` alone.
     """
-    tokens, (num_blocks, block_size) = blocks.tokens, blocks.tokens.shape
-    offsets = jnp.arange(num_blocks)
-    matches = tokens[0][None, :] == tokens[:, :1]  # [A, B] g(0)_t == g(d)_0
-    at_offset = jnp.arange(block_size)[None, :] == offsets[:, None]
+    tokens, lengths, (num_blocks, block_size) = blocks.tokens, blocks.lengths, blocks.tokens.shape
+    offsets, slots = jnp.arange(num_blocks), jnp.arange(block_size)[None, :]
+    matches = (tokens[0][None, :] == tokens[:, :1]) & (slots < lengths[0])  # [A, B] g(0)_t == g(d)_0
+    at_offset = (slots == offsets[:, None]) & (slots <= lengths[0])
     match rule:
         case "earliest":
             score = matches.astype(jnp.float32)
@@ -50,7 +54,7 @@ def attach_blocks(blocks: Blocks, rule: AttachRule, key: jax.Array) -> Paths:
         case "random":
             score = jnp.where(matches, jax.random.uniform(key, matches.shape, minval=1.0, maxval=2.0), 0.0)
         case "longest":
-            score = _agreement(tokens).astype(jnp.float32)
+            score = _agreement(tokens, lengths).astype(jnp.float32)
         case "fallback":
             matches = matches | (at_offset & ~jnp.any(matches, axis=1, keepdims=True))
             score = matches.astype(jnp.float32)
@@ -65,15 +69,16 @@ def attach_blocks(blocks: Blocks, rule: AttachRule, key: jax.Array) -> Paths:
     shifted = jnp.take_along_axis(tokens, jnp.clip(slots - sites[:, None], 0, block_size - 1), axis=1)
     return Paths(
         tokens=jnp.where(from_block, shifted, baseline),
-        lengths=jnp.where(sites >= 0, sites + block_size, 0),
+        lengths=jnp.where(sites >= 0, sites + lengths, 0),
         sites=sites,
     )
 
 
-def _agreement(tokens: jax.Array) -> jax.Array:
+def _agreement(tokens: jax.Array, lengths: jax.Array) -> jax.Array:
     """[A, B]: for how many tokens g(d) and g(0)[t:] agree from their starts."""
     block_size = tokens.shape[1]
     t, k = jnp.arange(block_size)[:, None], jnp.arange(block_size)[None, :]
     baseline = tokens[0][jnp.minimum(t + k, block_size - 1)]  # [B, B] g(0)_{t+k}
-    equal = (baseline[None] == tokens[:, None, :]) & (t + k < block_size)[None]  # [A, B, B]
+    inside = (t + k < lengths[0])[None] & (k[None] < lengths[:, None, None])  # of both blocks
+    equal = (baseline[None] == tokens[:, None, :]) & inside  # [A, B, B]
     return jnp.sum(jnp.cumprod(equal.astype(jnp.int32), axis=2), axis=2)

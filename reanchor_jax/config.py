@@ -27,6 +27,7 @@ DraftRule = Literal["greedy", "sample", "coupled"]
 AttachRule = Literal["earliest", "fixed", "fixed_unmatched", "random", "longest", "fallback"]
 MarkovHead = Literal["vanilla", "gated", "rnn"]
 RetainRule = Literal["baseline", "accepted_path"]
+Schedule = Literal["none", "threshold", "hardware"]
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-30, 1e30
 """Logits divided by a temperature outside these overflow or vanish in float32."""
@@ -112,6 +113,8 @@ class DSparkConfig:
     enable_confidence_head: bool
     confidence_head_with_markov: bool
     """The confidence also reads the correction's row of the token before."""
+    confidence_temperatures: tuple[float, ...] | None = None
+    """Position-wise calibration: the confidence of draft k is divided by entry k - 1; None for 1."""
 
     @property
     def confidence_rank(self) -> int:
@@ -137,6 +140,11 @@ class DrafterConfig:
     layer: LayerConfig
     rope: RopeConfig
     head: HeadConfig
+
+    @property
+    def has_confidence(self) -> bool:
+        """Whether the head says how likely each draft is accepted."""
+        return isinstance(self.head, DSparkConfig) and self.head.enable_confidence_head
 
     @property
     def num_slots(self) -> int:
@@ -172,8 +180,15 @@ class DecodeConfig:
     """Node budget N of ReAnchor's trie, at least B; None takes 4B. A * B is never exceeded. The
     deepest nodes are cut first, which are reached least often, and never the baseline's."""
     bucket_nodes: bool = True
-    """Verify at the smallest of the sizes B, 2B, 4B, ..., N that holds the round's trie. Turn off
-    under `vmap`, where a branch for every size would be computed."""
+    """Verify at the smallest of the sizes B, 2B, 4B, ..., N that holds the round's trie (with a
+    schedule: 1, 2, 4, ..., N). Turn off under `vmap`, where a branch for every size would be computed."""
+    schedule: Schedule = "none"
+    """How many tokens of a block are verified (`schedule.py`); all but `none` need a confidence."""
+    confidence_threshold: float = 0.5
+    """Of schedule `threshold`: the first draft below it ends its block."""
+    costs: tuple[float, ...] | None = None
+    """Of schedule `hardware`: what it costs to verify 1, 2, .. tokens, at least B entries, in any
+    unit (`profile.py` measures or estimates them)."""
     logprobs: int | None = None
     """None: no log-probabilities. K: those of each committed token and of the top K."""
 
@@ -184,6 +199,7 @@ class DecodeConfig:
             ("draft_rule", DraftRule),
             ("attach", AttachRule),
             ("retain", RetainRule),
+            ("schedule", Schedule),
         ):
             _check(getattr(self, name) in get_args(kind), name, getattr(self, name), f"one of {get_args(kind)}")
         fine = self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature <= MOST_TEMPERATURE
@@ -201,6 +217,13 @@ class DecodeConfig:
             )
         if self.logprobs is not None:
             _check(self.logprobs >= 0, "logprobs", self.logprobs, "an integer >= 0")
+        fine = 0 <= self.confidence_threshold <= 1
+        _check(fine, "confidence_threshold", self.confidence_threshold, "a number from 0 to 1")
+        if self.schedule == "hardware" and self.method != "ar":
+            enough = f"at least {block_size} numbers above 0, the cost of verifying 1, 2, .. tokens"
+            _check(self.costs is not None, "costs", None, f"{enough} (see reanchor_jax.profile)")
+            fine = len(self.costs or ()) >= block_size and all(0 < c < float("inf") for c in self.costs or ())
+            _check(fine, "costs", self.costs, enough)
         if self.method != "reanchor":
             return
         if self.offsets is not None:

@@ -40,7 +40,7 @@ def decode_round(pair: Pair, state: DecodeState, config: DecodeConfig) -> tuple[
     noise = position_noise(state.key, positions, pair.target.config.vocab_size, config)
     with jax.named_scope("draft_blocks"):
         if config.method == "ar":
-            blocks = Blocks(state.tokens[state.length][None, None], jnp.ones(1, bool))
+            blocks = Blocks(state.tokens[state.length][None, None], jnp.ones(1, bool), jnp.ones(1, jnp.int32))
         else:
             blocks = draft_blocks(pair, state, config, noise)
     with jax.named_scope("attach_blocks"):
@@ -62,6 +62,7 @@ def decode_round(pair: Pair, state: DecodeState, config: DecodeConfig) -> tuple[
     record = RoundRecord(
         blocks=blocks.tokens,
         block_valid=blocks.valid,
+        block_lengths=blocks.lengths,
         sites=paths.sites,
         trie_tokens=trie.tokens,
         trie_parents=trie.parents,

@@ -11,6 +11,7 @@ from reanchor_jax.cache import KVCache
 from reanchor_jax.config import DecodeConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.pair import Pair
+from reanchor_jax.schedule import schedule_blocks
 from reanchor_jax.state import DecodeState
 
 
@@ -19,6 +20,7 @@ class Blocks(NamedTuple):
 
     tokens: jax.Array  # [A, B] int32, anchor first
     valid: jax.Array  # [A] bool
+    lengths: jax.Array  # [A] int32 tokens that are worth verifying, anchor included; B without a schedule
 
 
 def draft_blocks(pair: Pair, state: DecodeState, config: DecodeConfig, noise: jax.Array | None) -> Blocks:
@@ -55,6 +57,7 @@ def draft_blocks(pair: Pair, state: DecodeState, config: DecodeConfig, noise: ja
     return Blocks(
         tokens=jnp.concatenate([anchors[:, None], drafts.tokens], axis=1),
         valid=offsets <= state.suffix.count,
+        lengths=schedule_blocks(drafts.confidence, num_blocks, block_size, config),
     )
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from reanchor_jax.config import DecodeConfig
 from reanchor_jax.decode import decode_round
-from reanchor_jax.pair import Pair, block_size
+from reanchor_jax.pair import Pair, block_size, check_config
 from reanchor_jax.prefill import prefill
 from reanchor_jax.sampling import TokenLogprobs
 from reanchor_jax.state import DecodeState, RoundRecord
@@ -84,7 +84,7 @@ def generate(
     Raises:
       ReanchorError: at trace time, for a config outside its ranges or a missing drafter.
     """
-    config.validate(block_size(pair, config))
+    check_config(pair, config)
     state = prefill(
         pair,
         prompt_ids,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from reanchor_jax.checkpoint import load_drafter, load_target
-from reanchor_jax.config import DecodeConfig
+from reanchor_jax.config import DecodeConfig, DrafterConfig
 from reanchor_jax.default_pair import DEFAULT_PAIR, drafter_source, target_source
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
@@ -36,6 +36,22 @@ def block_size(pair: Pair, config: DecodeConfig) -> int:
 def tap_ids(pair: Pair, config: DecodeConfig) -> tuple[int, ...]:
     """Target layers whose outputs are the drafter's features; none for plain decoding."""
     return () if config.method == "ar" or pair.drafter is None else pair.drafter.config.target_layer_ids
+
+
+def check_config(pair: Pair, config: DecodeConfig) -> None:
+    """Raises ReanchorError where a field is out of range, or asks for what the drafter does not have."""
+    config.validate(block_size(pair, config))
+    if pair.drafter is not None:
+        check_schedule(pair.drafter.config, config)
+
+
+def check_schedule(drafter: DrafterConfig, config: DecodeConfig) -> None:
+    """Raises ReanchorError where a schedule needs a confidence and the drafter has none."""
+    if config.method != "ar" and config.schedule != "none" and not drafter.has_confidence:
+        raise ReanchorError(
+            f"schedule is {config.schedule} and the drafter has no confidence head; expected a DSpark drafter "
+            "with one, or schedule none"
+        )
 
 
 def check_pair(target: Target, drafter: Drafter) -> None:

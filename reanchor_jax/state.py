@@ -60,6 +60,7 @@ class RoundRecord:
 
     blocks: jax.Array  # [A, B] int32 drafted blocks, anchor first
     block_valid: jax.Array  # [A] bool, block 0 is the baseline
+    block_lengths: jax.Array  # [A] int32 tokens of each block that the schedule keeps; B without one
     sites: jax.Array  # [A] int32 attachment site t*, -1 where dropped; 0 for the baseline
     trie_tokens: jax.Array  # [N] int32
     trie_parents: jax.Array  # [N] int32, -1 for the anchor

@@ -47,10 +47,14 @@ class Target(nnx.Module):
         """Embeddings [..., D] of tokens [...] int32."""
         return self.embedding[...][tokens]
 
+    @property
+    def head_rows(self) -> jax.Array:
+        """The LM head [V, D]."""
+        return (self.embedding if self.lm_head is None else self.lm_head)[...]
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 logits [..., V] of normed hidden states [..., D]."""
-        head = self.embedding if self.lm_head is None else self.lm_head
-        return jnp.einsum("...d,vd->...v", hidden, head[...], preferred_element_type=jnp.float32)
+        return jnp.einsum("...d,vd->...v", hidden, self.head_rows, preferred_element_type=jnp.float32)
 
     def __call__(
         self,

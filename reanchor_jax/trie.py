@@ -11,7 +11,7 @@ from reanchor_jax.attach import Paths
 
 
 class Trie(NamedTuple):
-    """Token trie in at most N nodes. Node 0 is the anchor; nodes below B are the baseline.
+    """Token trie in at most N nodes. Node 0 is the anchor; the baseline's nodes come first.
 
     Every node comes after its parent, so any prefix of the node list is a trie.
     """

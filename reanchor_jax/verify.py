@@ -73,7 +73,11 @@ def verify_trie(pair: Pair, state: DecodeState, trie: Trie, config: DecodeConfig
 
 
 def trie_sizes(size: int, num_nodes: int, config: DecodeConfig) -> tuple[int, ...]:
-    """Static trie sizes that a round can verify: B, 2B, 4B, ... and N; only N without buckets."""
+    """Static trie sizes that a round can verify: B, 2B, 4B, ... and N; only N without buckets.
+
+    A schedule makes small tries, down to the anchor alone: with one, sizes begin at 1.
+    """
+    size = size if config.schedule == "none" else 1
     sizes = [num_nodes]
     while config.bucket_nodes and size < num_nodes:
         sizes.insert(-1, size)

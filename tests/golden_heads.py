@@ -39,6 +39,15 @@ def draft(pair: Pair, hidden: jax.Array, anchor: jax.Array, noise: jax.Array | N
     return pair.drafter.head(pair.target, hidden[None], anchor[None], noise, 1.0)
 
 
+@jax.jit
+def force(pair: Pair, hidden: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Logits [B-1, V] and confidences [B-1] of one block that training would see."""
+    assert pair.drafter is not None
+    forced = pair.drafter.head.force(pair.target, hidden[None], before[None])
+    logits = forced.hidden @ forced.rows.T + forced.extra @ forced.extra_rows.T
+    return logits[0], None if forced.confidence is None else forced.confidence[0]
+
+
 def forcing(tokens: np.ndarray, vocab_size: int) -> jax.Array:
     """Noise that decides every draft of a block: teacher forcing."""
     return 1e6 * jax.nn.one_hot(tokens[None], vocab_size)

@@ -24,7 +24,7 @@ def overlap(baseline: Sequence[int], block: Sequence[int]) -> list[int]:
 def agreement(baseline: Sequence[int], block: Sequence[int], t: int) -> int:
     """For how many tokens the block continues the baseline's own tokens from slot t."""
     run = 0
-    while t + run < len(baseline) and baseline[t + run] == block[run]:
+    while t + run < len(baseline) and run < len(block) and baseline[t + run] == block[run]:
         run += 1
     return run
 
@@ -38,12 +38,14 @@ def attach_site(
 ) -> int | None:
     """t*, or None where the block is dropped. `choose` is the random rule's draw from T."""
     sites = overlap(baseline, block)
+    # A baseline that a schedule has cut may end before the offset: there is nothing to attach to.
+    unmatched = offset if offset <= len(baseline) else None
     if rule == "fixed_unmatched":
-        return offset
+        return unmatched
     if rule == "fixed":
         return offset if offset in sites else None
     if not sites:
-        return offset if rule == "fallback" else None
+        return unmatched if rule == "fallback" else None
     if rule in ("earliest", "fallback"):
         return min(sites)
     if rule == "longest":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import get_args
 
 import jax
@@ -13,11 +14,13 @@ from reanchor_jax.config import DecodeConfig, DraftRule, DSparkConfig, MarkovHea
 from reanchor_jax.pair import Pair, check_pair
 from tests.golden_heads import (
     GOLDEN,
+    NEW,
     TOLERANCE,
     check_random_pair,
     check_trained_pair,
     draft,
     features,
+    force,
     forcing,
     padded,
 )
@@ -30,6 +33,13 @@ def close(got: jax.Array, want: np.ndarray) -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
 
 
+SCHEDULES = (
+    {"schedule": "threshold", "confidence_threshold": 0.8},
+    # Costs of 1 to 8 tokens: a fifth token is dear.
+    {"schedule": "hardware", "costs": (1.0, 1.05, 1.1, 1.15, 2.0, 2.05, 2.1, 2.15)},
+)
+
+
 def check_block(pair: Pair, block: dict[str, np.ndarray]) -> jax.Array:
     """Features, logits, tokens and confidences of a recorded block; returns the features."""
     hidden = features(pair, block["block_ids"], block["ctx"])
@@ -38,6 +48,9 @@ def check_block(pair: Pair, block: dict[str, np.ndarray]) -> jax.Array:
     np.testing.assert_array_equal(drafts.tokens[0], block["tokens"])
     close(drafts.logits[0], block["corrected_logits"])
     close(drafts.confidence[0], block["confidence_logits"])
+    logits, confidence = force(pair, hidden, np.append(block["block_ids"][0], block["tokens"][:-1]))
+    close(logits, block["corrected_logits"])
+    close(confidence, block["confidence_logits"])
     return hidden
 
 
@@ -75,22 +88,48 @@ def test_recorded_rounds():
         check_block(pair, {key.removeprefix(f"{name}_"): x for key, x in arrays.items() if key.startswith(f"{name}_")})
 
 
-def test_chain_decoding_reproduces_every_round():
-    """Their runs without a confidence threshold."""
+@pytest.mark.parametrize("run_name", ["t0", "t1", "t2"])
+def test_chain_decoding_reproduces_every_round(run_name):
+    """Their runs without a confidence threshold, and with 0.5 and 0.8."""
     pair, arrays = trained()
-    ids, lengths = arrays["t0_new_ids"], arrays["t0_acceptance_lengths"]
-    config = DecodeConfig(method="dflash", bucket_nodes=False)
-    # Their limit counts the first token, and the rounds stop when it is reached.
-    result = run(pair, padded(arrays["prompt_ids"]), config, ids.shape[1])
-    np.testing.assert_array_equal(result.tokens, ids)
-    for committed, rounds, wanted in zip(result.counts.committed, result.rounds, lengths, strict=True):
-        assert committed[:rounds].tolist() == wanted[wanted > 0].tolist()
+    names = ("new_ids", "acceptance_lengths", "proposal_lengths")
+    ids, lengths, proposals = (arrays[f"{run_name}_{name}"] for name in names)
+    threshold = float(arrays["thresholds"][int(run_name[1])])
+    schedule = "threshold" if threshold else "none"
+    config = DecodeConfig(method="dflash", bucket_nodes=False, schedule=schedule, confidence_threshold=threshold or 0.5)
+    # Their limit does not count the first token, which prefill chose.
+    result = run(pair, padded(arrays["prompt_ids"]), config, ids.shape[1] + 1)
+    np.testing.assert_array_equal(result.tokens[:, :-1], ids)
+    assert (proposals == 0).any() == (threshold > 0)
+    for row, rounds in enumerate(result.rounds):
+        assert result.counts.committed[row, :rounds].tolist() == [n for n in lengths[row] if n > 0]
+        # A chain's nodes are the anchor and what was proposed.
+        assert (result.counts.nodes[row, :rounds] - 1).tolist() == [n for n in proposals[row] if n >= 0]
 
 
 @pytest.mark.parametrize(("temperature", "rule"), [(0.0, "greedy"), *((1.0, rule) for rule in get_args(DraftRule))])
 def test_a_trained_pair_is_lossless(temperature, rule):
     pair, arrays = trained()
     check_trained_pair(pair, padded(arrays["prompt_ids"][:4]), temperature, rule)
+
+
+@pytest.mark.parametrize("bucket_nodes", [False, True])
+@pytest.mark.parametrize(("temperature", "rule"), [(0.0, "greedy"), *((1.0, rule) for rule in get_args(DraftRule))])
+def test_schedules_are_lossless_and_verify_less(temperature, rule, bucket_nodes):
+    if bucket_nodes and temperature:
+        pytest.skip("sizes of a forward do not depend on the draft rule")
+    pair, arrays = trained()
+    prompts = padded(arrays["prompt_ids"][:4])
+    config = DecodeConfig(temperature=temperature, draft_rule=rule, attach="fallback", bucket_nodes=bucket_nodes)
+    plain = run(pair, prompts, dataclasses.replace(config, method="ar"), NEW)
+    for method in ("dflash", "reanchor"):
+        whole = run(pair, prompts, dataclasses.replace(config, method=method), NEW)
+        nodes = []
+        for schedule in SCHEDULES:
+            result = run(pair, prompts, dataclasses.replace(config, method=method, **schedule), NEW)
+            np.testing.assert_array_equal(result.tokens, plain.tokens)
+            nodes.append(result.counts.nodes.sum() / result.rounds.sum())
+        assert max(nodes) < whole.counts.nodes.sum() / whole.rounds.sum()
 
 
 @pytest.mark.parametrize(("block_size", "kind"), [(2, None), *zip((3, 6, 16), get_args(MarkovHead), strict=True)])

@@ -19,7 +19,7 @@ from reanchor_jax.training import blocks
 from reanchor_jax.training import loss as loss_module
 from reanchor_jax.training.blocks import Anchors, Batch, block_labels, sample_anchors
 from reanchor_jax.training.features import fold_scale
-from reanchor_jax.training.loss import block_loss, head_cross_entropy, make_head, position_weights
+from reanchor_jax.training.loss import Factors, block_loss, cross_entropy, make_vocab, position_weights, score
 from tests.tiny import make_pair
 
 BLOCK = 5
@@ -48,7 +48,7 @@ def features_of(pair: Pair, tokens: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("anchor", [3, 11, 19])
 def test_training_block_equals_inference_drafting(pair: Pair, tokens: jax.Array, anchor: int):
     features = features_of(pair, tokens)
-    hidden = block_hidden(pair.target, pair.drafter, tokens, features, jnp.array([anchor, 7]))[0]
+    hidden = block_hidden(pair.target, pair.drafter, tokens, features, jnp.array([anchor, 7]))[0, 1:]
 
     config = DecodeConfig(method="dflash")
     state = start(pair, tokens, jnp.int32(anchor), key=jax.random.key(0), config=config, max_new_tokens=8)
@@ -143,9 +143,9 @@ def test_loss_equals_numpy(pair: Pair, kept: list[int]):
     )
     features = jax.vmap(lambda row: features_of(pair, row))(jnp.asarray(batch.tokens))
     key = jax.random.key(3)
-    head = make_head(pair.target, np.array(kept))
+    vocab = make_vocab(16, np.array(kept))
     loss = jax.jit(partial(block_loss, num_anchors=6, gamma=2.5))
-    got = loss(pair.drafter, pair.target, head, batch, features, key)
+    got = loss(pair.drafter, pair.target, vocab, batch, features, key)
     np.testing.assert_allclose(got, numpy_loss(pair, batch, key, 6, 2.5, kept), rtol=1e-5)
 
 
@@ -153,20 +153,30 @@ def test_weights():
     np.testing.assert_allclose(position_weights(4, 2.0), [1.0, np.exp(-0.5), np.exp(-1.0)], rtol=1e-6)
 
 
+@pytest.mark.parametrize("extra", [0, 3])
 @pytest.mark.parametrize("chunk", [3, 7, 100])
-def test_head_gradient_equals_autodiff(chunk: int, monkeypatch: pytest.MonkeyPatch):
+def test_head_gradient_equals_autodiff(chunk: int, extra: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(loss_module, "CHUNK_ROWS", chunk)
     rng = np.random.default_rng(2)
-    hidden, rows = jnp.asarray(rng.normal(size=(7, 4)), jnp.float32), jnp.asarray(rng.normal(size=(9, 4)), jnp.float32)
+    sizes = ((7, 4), (9, 4), (7, extra), (9, extra))
+    hidden, rows, *extras = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in sizes)
     labels, weights = jnp.asarray(rng.integers(0, 9, 7)), jnp.asarray(rng.uniform(size=7), jnp.float32)
 
-    def plain(hidden):
-        log_probs = jax.nn.log_softmax(hidden @ rows.T)
-        return -jnp.sum(weights * log_probs[jnp.arange(7), labels])
+    def plain(hidden, extra, extra_rows):
+        log_probs = jax.nn.log_softmax(hidden @ rows.T + extra @ extra_rows.T)
+        return -3 * jnp.sum(weights * log_probs[jnp.arange(7), labels])
 
-    own = lambda hidden: jnp.sum(weights * head_cross_entropy(hidden, rows, labels))
-    np.testing.assert_allclose(own(hidden), plain(hidden), rtol=1e-5)
-    np.testing.assert_allclose(jax.grad(own)(hidden), jax.grad(plain)(hidden), rtol=1e-4, atol=1e-6)
+    def own(hidden, extra, extra_rows):
+        return 3 * cross_entropy(Factors(hidden, rows, extra, extra_rows), labels, weights)[0]
+
+    np.testing.assert_allclose(own(hidden, *extras), plain(hidden, *extras), rtol=1e-5)
+    gradients = (jax.grad(f, (0, 1, 2))(hidden, *extras) for f in (own, plain))
+    for got, want in zip(*gradients, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    right = np.argmax(hidden @ rows.T + extras[0] @ extras[1].T, axis=1) == labels
+    factors = Factors(hidden, rows, *extras)
+    np.testing.assert_array_equal(cross_entropy(factors, labels, weights)[1], right)
+    np.testing.assert_array_equal(score(factors, labels).right, right)
 
 
 def test_gradient_leaves_no_parameter_out(pair: Pair):
@@ -178,7 +188,7 @@ def test_gradient_leaves_no_parameter_out(pair: Pair):
     features = jax.vmap(lambda row: features_of(pair, row))(jnp.asarray(batch.tokens))
     loss = partial(block_loss, num_anchors=4, gamma=4.0)
     gradient = jax.jit(jax.grad(loss))(
-        pair.drafter, pair.target, make_head(pair.target, None), batch, features, jax.random.key(0)
+        pair.drafter, pair.target, make_vocab(16, None), batch, features, jax.random.key(0)
     )
     for path, leaf in jax.tree_util.tree_flatten_with_path(gradient)[0]:
         assert np.all(np.isfinite(leaf)) and np.any(leaf), jax.tree_util.keystr(path)

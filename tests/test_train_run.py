@@ -151,7 +151,8 @@ def test_finished_run_returns_its_drafter(pair: Pair, tmp_path: Path):
 
 
 def test_optimizer_holds_the_drafter_alone_in_float32(pair: Pair):
-    state = make_optimizer(OptimizerConfig(steps=9, learning_rate=1e-3, warmup=0)).init(pair.drafter)
+    all_of_it = jax.tree.map(lambda _: True, pair.drafter)
+    state = make_optimizer(OptimizerConfig(steps=9, learning_rate=1e-3, warmup=0), all_of_it).init(pair.drafter)
     size = sum(leaf.size for leaf in jax.tree.leaves(pair.drafter))
     moments = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
     assert sum(leaf.size for leaf in moments) == 2 * size
@@ -280,6 +281,10 @@ def folder(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--mask-token-id 15 --answers answers.jsonl --learning-rate nan", "--learning-rate is nan"),
         ("--init nowhere --layers 2 --answers answers.jsonl", "beside --init"),
         ("--init target --answers answers.jsonl", "target"),
+        ("--head domino --mask-token-id 15 --answers answers.jsonl", "--head domino needs a backbone"),
+        ("--head domino --markov rnn --init target --answers answers.jsonl", "--markov is of another head"),
+        ("--rank 4 --init target --answers answers.jsonl", "--rank is of another head"),
+        ("--recipe tiny-pair --freeze-backbone", "--freeze-backbone does not go with --recipe"),
         ("--recipe tiny-pair --answers answers.jsonl", "does not go with --recipe"),
         ("--recipe tiny-pair --text missing.txt", "missing.txt cannot be read"),
         ("--text text.jsonl --answers answers.jsonl --mask-token-id 15", "belongs to --recipe"),

@@ -200,7 +200,7 @@ def scripted_blocks(script: Script, vocab_size: int) -> Callable[..., Blocks]:
         tokens = jnp.where(slots[None, :] > right[:, None], (tokens + 1) % vocab_size, tokens)
         anchors = jnp.concatenate([state.tokens[state.length][None], state.suffix.tokens[: num_blocks - 1]])
         anchors = jnp.where(script.lucky & (offsets > 0), tokens[:, 0], anchors)
-        return Blocks(tokens.at[:, 0].set(anchors), offsets <= state.suffix.count)
+        return Blocks(tokens.at[:, 0].set(anchors), offsets <= state.suffix.count, jnp.full(num_blocks, size))
 
     return draft_blocks
 

@@ -80,12 +80,22 @@ def _read_dspark(fields: Fields) -> DSparkConfig:
     if rank and kind not in get_args(MarkovHead):
         raise fields.fail("markov_head_type", kind, f"one of {', '.join(get_args(MarkovHead))}")
     confidence = fields.boolean("enable_confidence_head")
-    fields.ignore("num_anchors", "confidence_head_with_markov")  # of training; of a confidence
+    temperatures = None
+    if confidence and fields.get_or_none("confidence_temperatures") is not None:
+        temperatures = fields.numbers("confidence_temperatures", above=0, below=1e6)
+        num_drafts = fields.integer("block_size", 1, MAX_BLOCK)
+        if len(temperatures) != num_drafts:
+            raise fields.fail(
+                "confidence_temperatures", list(temperatures), f"{num_drafts} numbers, one for each draft"
+            )
+    # Of training; of a confidence.
+    fields.ignore("num_anchors", "confidence_head_with_markov", "confidence_temperatures")
     return DSparkConfig(
         markov_rank=rank,
         markov_head_type=kind if rank else None,
         enable_confidence_head=confidence,
         confidence_head_with_markov=confidence and fields.boolean("confidence_head_with_markov"),
+        confidence_temperatures=temperatures,
     )
 
 

@@ -87,7 +87,16 @@ class Fields:
 
     def number(self, name: str, *, above: float, below: float) -> float:
         """A finite number strictly between the two bounds."""
+        return self._number(name, self.get(name), above, below)
+
+    def numbers(self, name: str, *, above: float, below: float) -> tuple[float, ...]:
+        """A list of finite numbers, each strictly between the two bounds."""
         value = self.get(name)
+        if not isinstance(value, list):
+            raise self.fail(name, value, "a list of numbers")
+        return tuple(self._number(f"an entry of {name}", entry, above, below) for entry in value)
+
+    def _number(self, name: str, value: Any, above: float, below: float) -> float:
         fine = isinstance(value, int | float) and not isinstance(value, bool)
         # Compared as it is: an integer of a thousand digits does not become a float.
         if not fine or not math.isfinite(value if isinstance(value, float) else 0) or not above < value < below:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from reanchor_jax import __version__
 from reanchor_jax.cli.flags import Parser, number, whole
-from reanchor_jax.config import AttachRule, DecodeConfig, DraftRule, Method, RetainRule
+from reanchor_jax.config import AttachRule, DecodeConfig, DraftRule, Method, RetainRule, Schedule
 from reanchor_jax.default_pair import DEFAULT_PAIR
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.tokenizer import check_text
@@ -41,6 +41,8 @@ class Options:
     dtype: str | None
     """None: float32 on CPU, bfloat16 on accelerators."""
     decode: DecodeConfig
+    profile: Path | None
+    """What verification costs; None: with schedule `hardware`, the device's roofline."""
     max_new_tokens: int
     max_len: int | None
     seed: int
@@ -60,7 +62,8 @@ class Options:
         """All that decides a result beside the prompts, for records and for `--resume`."""
         aside = ("prompt", "prompts", "decode", "output", "resume", "json", "trace", "compile_cache")
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in aside}
-        return {**own, "stop": list(self.stop), **dataclasses.asdict(self.decode)}
+        own |= {"stop": list(self.stop), "profile": None if self.profile is None else str(self.profile)}
+        return {**own, **dataclasses.asdict(self.decode)}
 
 
 def parse(argv: Sequence[str] | None) -> Options:
@@ -72,8 +75,10 @@ def parse(argv: Sequence[str] | None) -> Options:
     """
     flags = vars(_parser().parse_args(argv))
     decode = DecodeConfig(**{field: flags.pop(field) for field in DecodeConfig.__dataclass_fields__ if field in flags})
-    # These two are held against the drafter's block size once that is known.
-    dataclasses.replace(decode, offsets=None, nodes=None).validate(block_size=2)
+    # Offsets and nodes are held against the drafter's block size once that is known; costs come later too.
+    dataclasses.replace(decode, offsets=None, nodes=None, costs=(1.0, 1.0)).validate(block_size=2)
+    if decode.schedule != "hardware" and flags["profile"] is not None:
+        raise ReanchorError(f"--profile is of --schedule hardware; expected that, not {decode.schedule}")
     if decode.method == "ar":
         flags["drafter"] = None
     elif flags["drafter"] is None:
@@ -165,6 +170,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--retain", choices=get_args(RetainRule), default=defaults.retain, help=_default("which states are kept"))
     add("--offsets", type=whole(0), metavar="D", help="shifted blocks a round; default: block size - 1")
     add("--nodes", type=whole(1), metavar="N", help="node budget of the trie; default: 4 times the block size")
+    schedule_help = "cut blocks where a drafter's confidence says so"
+    add("--schedule", choices=get_args(Schedule), default=defaults.schedule, help=_default(schedule_help))
+    threshold_help = "schedule threshold: least confidence of a draft"
+    threshold = defaults.confidence_threshold
+    add("--confidence-threshold", type=number, default=threshold, metavar="P", help=_default(threshold_help))
+    profile_help = "schedule hardware: costs, measured by reanchor_jax.profile; default: the device's roofline"
+    add("--profile", type=Path, metavar="FILE", help=profile_help)
 
     add = parser.add_argument_group("prompts").add_argument
     add("--prompts", type=Path, metavar="FILE", help="JSONL: `prompt`, `turns` or `prompt_ids` in every line")

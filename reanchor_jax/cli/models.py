@@ -17,7 +17,8 @@ from reanchor_jax.config import TargetConfig
 from reanchor_jax.default_pair import DEFAULT_PAIR, drafter_source, target_source
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
-from reanchor_jax.pair import Pair, check_pair
+from reanchor_jax.pair import Pair, check_pair, check_schedule
+from reanchor_jax.profile import load_profile, roofline
 from reanchor_jax.target import Target
 from reanchor_jax.tokenizer import ChatTokenizer, load_tokenizer
 
@@ -119,17 +120,31 @@ def open_models(options: Options, dtype: jnp.dtype) -> Models:
     if options.drafter is not None:
         drafter = plan_drafter(resolve(drafter_source(options.drafter), revisions[options.drafter]), dtype)
         drafter.check()
-        options.decode.validate(drafter.abstract.config.block_size)
+        block_size = drafter.abstract.config.block_size
+        dataclasses.replace(options.decode, costs=(1.0,) * block_size).validate(block_size)  # costs are found below
+        check_schedule(drafter.abstract.config, options.decode)
     path = resolve(target_source(options.target), revisions[options.target])
     target = plan_target(path, dtype)
     target.check()
     if drafter is not None:
         check_pair(target.abstract, drafter.abstract)
+        options = _with_costs(options, target.abstract.config, drafter.abstract.config.block_size, dtype)
     _check_options(options, target.abstract.config)
     tokenizer = load_tokenizer(path)
     if tokenizer is None and options.stop:
         raise ReanchorError(f"--stop needs text, but {options.target} has no tokenizer; leave it out")
     return Models(options, target, drafter, tokenizer)
+
+
+def _with_costs(options: Options, target: TargetConfig, block_size: int, dtype: jnp.dtype) -> Options:
+    """The options with what verification costs, where the schedule asks for it."""
+    if options.decode.schedule != "hardware":
+        return options
+    if options.profile is not None:
+        profile = load_profile(options.profile)
+    else:
+        profile = roofline(target, dtype, first_device().device_kind)
+    return dataclasses.replace(options, decode=dataclasses.replace(options.decode, costs=profile.costs(block_size)))
 
 
 def _check_options(options: Options, config: TargetConfig) -> None:

@@ -50,7 +50,12 @@ class Trace:
     def round(self, record: RoundRecord) -> None:
         """One round; `record` is on the host."""
         blocks = [
-            {"offset": d, "tokens": record.blocks[d].tolist(), "site": None if site < 0 else int(site)}
+            {
+                "offset": d,
+                "tokens": record.blocks[d].tolist(),
+                "length": int(record.block_lengths[d]),
+                "site": None if site < 0 else int(site),
+            }
             for d, site in enumerate(record.sites)
             if record.block_valid[d]
         ]

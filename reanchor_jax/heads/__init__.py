@@ -13,6 +13,7 @@ from reanchor_jax.config import DominoConfig, DrafterConfig, DSparkConfig, LMHea
 from reanchor_jax.heads.domino import DominoHead
 from reanchor_jax.heads.dspark import DSparkHead
 from reanchor_jax.heads.head import Drafts as Drafts
+from reanchor_jax.heads.head import Forced as Forced
 from reanchor_jax.heads.head import Head as Head
 from reanchor_jax.heads.lm import LMHead
 

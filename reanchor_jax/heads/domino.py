@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from reanchor_jax.config import DominoConfig, DrafterConfig
-from reanchor_jax.heads.head import Drafts, Head, choose_drafts, linear
+from reanchor_jax.heads.head import Drafts, Forced, Head, choose_drafts, linear
 from reanchor_jax.target import Target
 
 
@@ -40,9 +40,7 @@ class DominoHead(Head):
         self, target: Target, hidden: jax.Array, anchors: jax.Array, noise: jax.Array | None, temperature: float
     ) -> Drafts:
         num_blocks, block_size, width = hidden.shape
-        # Which slot predicts draft k: k itself, or with `shift_label` the slot before it.
-        hidden = hidden[:, :-1] if self.config.shift_label else hidden[:, 1:]
-        hidden = hidden.swapaxes(0, 1)  # slots first, to scan over: here, where a copy is small
+        hidden = self._predicting(hidden).swapaxes(0, 1)  # slots first, to scan over: here, where a copy is small
         base = target.logits(hidden)  # [B-1, A, V]
         hidden_in, state_in = self.proj_in[...][:, :width], self.proj_in[...][:, width:]
         from_hidden = linear(hidden, hidden_in)  # [B-1, A, E] f32
@@ -61,6 +59,27 @@ class DominoHead(Head):
         slots = (jnp.arange(1, block_size), base, from_hidden, None if noise is None else noise.swapaxes(0, 1))
         _, (tokens, logits) = jax.lax.scan(draft_slot, (first, anchors), slots)
         return Drafts(tokens.T, logits.swapaxes(0, 1))
+
+    def force(self, target: Target, hidden: jax.Array, before: jax.Array) -> Forced:
+        hidden = self._predicting(hidden)
+
+        def read_slot(state, token):
+            state = self.read(state, target.embed(token))
+            return state, state
+
+        first = jnp.zeros((before.shape[0], self.config.gru_hidden_dim), jnp.float32)
+        _, states = jax.lax.scan(read_slot, first, before.T)  # [B-1, A, G]
+        inputs = jnp.concatenate([hidden, states.swapaxes(0, 1).astype(hidden.dtype)], axis=-1)
+        inner = jax.nn.silu(linear(inputs, self.proj_in[...])).astype(hidden.dtype)
+        corrected = jnp.arange(1, before.shape[1] + 1) > self.config.pure_draft_prefix_len
+        return Forced(hidden, target.head_rows, jnp.where(corrected[None, :, None], inner, 0), self.proj_out[...])
+
+    def start_from(self, target: Target) -> None:
+        self.proj_out = nnx.Param(jnp.zeros_like(self.proj_out[...]))
+
+    def _predicting(self, hidden: jax.Array) -> jax.Array:
+        """The features [A, B-1, D] that predict drafts 1 .. B-1: their own slots', with `shift_label` those before."""
+        return hidden[:, :-1] if self.config.shift_label else hidden[:, 1:]
 
     def read(self, state: jax.Array, x: jax.Array) -> jax.Array:
         """The GRU's next state [A, G] f32, from its state [A, G] f32 and embeddings x [A, D]."""

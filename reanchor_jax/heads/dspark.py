@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from reanchor_jax.config import DrafterConfig, DSparkConfig
-from reanchor_jax.heads.head import Drafts, Head, choose_drafts, linear
+from reanchor_jax.heads.head import Drafts, Forced, Head, choose_drafts, linear
 from reanchor_jax.target import Target
 
 
@@ -22,6 +22,8 @@ class DSparkHead(Head):
     With r the rank of the correction: `embedding` and `lm_head` [V, D], `markov_in` and `markov_out`
     [V, r], `mix` [r, D+r] of "gated", [3r, 2r+D] of "rnn", `confidence` [1, D] or [1, D+r].
     """
+
+    frozen = ("embedding", "lm_head")
 
     def __init__(self, config: DrafterConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         assert isinstance(config.head, DSparkConfig)
@@ -59,7 +61,8 @@ class DSparkHead(Head):
         def draft_slot(carry, slot):
             state, token = carry
             base, hidden, noise = slot
-            logits, state = self.correct(base, state, token, hidden)
+            factor, state = self.factor(state, token, hidden)
+            logits = base if self.markov_out is None else base + linear(factor, self.markov_out[...])
             token = choose_drafts(logits, noise, temperature)
             return (state, token), (token, logits)
 
@@ -68,21 +71,41 @@ class DSparkHead(Head):
         _, (tokens, logits) = jax.lax.scan(draft_slot, (state, anchors), slots)
         before = jnp.concatenate([anchors[None], tokens[:-1]])
         confidence = None if self.confidence is None else self.confide(before, hidden).T
+        temperatures = self.config.confidence_temperatures
+        if confidence is not None and temperatures is not None:
+            confidence = confidence / jnp.asarray(temperatures, jnp.float32)[None]
         return Drafts(tokens.T, logits.swapaxes(0, 1), confidence)
 
-    def correct(
-        self, logits: jax.Array, state: jax.Array, before: jax.Array, hidden: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """A slot's corrected logits [A, V] and the next state [A, r] f32.
+    def force(self, target: Target, hidden: jax.Array, before: jax.Array) -> Forced:
+        def read_slot(state, slot):
+            factor, state = self.factor(state, *slot)
+            return state, factor
+
+        state = jnp.zeros((before.shape[0], self.config.markov_rank), jnp.float32)
+        _, factors = jax.lax.scan(read_slot, state, (before.T, hidden.swapaxes(0, 1)))
+        rows = self.lm_head[...]
+        # What the confidence learns must not pull the backbone away from what it drafts.
+        confidence = None if self.confidence is None else self.confide(before, jax.lax.stop_gradient(hidden))
+        extra_rows = rows[:, :0] if self.markov_out is None else self.markov_out[...]
+        return Forced(hidden, rows, factors.swapaxes(0, 1), extra_rows, confidence)
+
+    def start_from(self, target: Target) -> None:
+        # Copies: training donates the drafter's parameters, and the target's must survive that.
+        self.embedding = nnx.Param(jnp.array(target.embedding[...], copy=True))
+        self.lm_head = nnx.Param(jnp.array(target.head_rows, copy=True))
+        if self.markov_out is not None:
+            self.markov_out = nnx.Param(jnp.zeros_like(self.markov_out[...]))
+
+    def factor(self, state: jax.Array, before: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What `markov_out` turns into a slot's correction, [A, r], and the next state [A, r] f32.
 
         Args:
-          logits: [A, V] of the LM head.
           state: [A, r] f32; only "rnn" has one.
           before: [A] int32 token before the slot.
           hidden: [A, D] the slot's feature.
         """
-        if self.markov_in is None or self.markov_out is None:
-            return logits, state
+        if self.markov_in is None:
+            return hidden[:, :0], state
         row = self.markov_in[...][before]
         kind, factor = self.config.markov_head_type, row.astype(jnp.float32)
         if kind == "gated":
@@ -92,7 +115,7 @@ class DSparkHead(Head):
             keep = jax.nn.sigmoid(keep)
             state = keep * state + (1 - keep) * jnp.tanh(new)
             factor = jnp.tanh(out)
-        return logits + linear(factor.astype(hidden.dtype), self.markov_out[...]), state
+        return factor.astype(hidden.dtype), state
 
     def confide(self, before: jax.Array, hidden: jax.Array) -> jax.Array:
         """Logits [...] f32 of drafts being accepted if those before them are.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,24 @@ class Drafts(NamedTuple):
     confidence: jax.Array | None = None  # [A, B-1] f32 logit of being accepted if those before it are
 
 
+class Forced(NamedTuple):
+    """Blocks whose tokens are known: the logits of draft k are `hidden @ rows.T + extra @ extra_rows.T`.
+
+    Kept as factors, so that training can score some tokens only, a chunk of drafts at a time.
+    """
+
+    hidden: jax.Array  # [A, B-1, D] the feature that predicts each draft
+    rows: jax.Array  # [V, D] LM head
+    extra: jax.Array  # [A, B-1, E] what the head adds, given the tokens before; E is 0 for a plain LM head
+    extra_rows: jax.Array  # [V, E]
+    confidence: jax.Array | None = None  # [A, B-1] f32, as in `Drafts`
+
+
 class Head(nnx.Module):
     """Turns block features into drafts, for all blocks of a round at once. T is `DrafterConfig.num_slots`."""
+
+    frozen: ClassVar[tuple[str, ...]] = ()
+    """Parameters that training leaves as they are."""
 
     @abc.abstractmethod
     def __init__(self, config: DrafterConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -45,6 +61,20 @@ class Head(nnx.Module):
           noise: [A, B-1, V] f32 noise of the draft rule, or None for the top tokens.
           temperature: what logits are divided by before noise is added.
         """
+
+    @abc.abstractmethod
+    def force(self, target: Target, hidden: jax.Array, before: jax.Array) -> Forced:
+        """What the head makes of blocks whose tokens are known (teacher forcing).
+
+        Args:
+          target: as above.
+          hidden: [A, T, D] the backbone's features of the blocks.
+          before: [A, B-1] int32 the token before each draft: the anchor, then all drafts but the last.
+        """
+
+    def start_from(self, target: Target) -> None:
+        """Makes fresh random weights a place to start training: no correction yet, the target's tables."""
+        del target
 
 
 def choose_drafts(logits: jax.Array, noise: jax.Array | None, temperature: float) -> jax.Array:

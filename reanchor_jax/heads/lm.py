@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from reanchor_jax.config import DrafterConfig
-from reanchor_jax.heads.head import Drafts, Head, choose_drafts
+from reanchor_jax.heads.head import Drafts, Forced, Head, choose_drafts
 from reanchor_jax.target import Target
 
 
@@ -23,3 +23,7 @@ class LMHead(Head):
         del anchors
         logits = target.logits(hidden[:, 1:])
         return Drafts(choose_drafts(logits, noise, temperature), logits)
+
+    def force(self, target: Target, hidden: jax.Array, before: jax.Array) -> Forced:
+        hidden, rows = hidden[:, 1:], target.head_rows
+        return Forced(hidden, rows, hidden[..., :0], rows[:, :0])

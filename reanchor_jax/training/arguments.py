@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from reanchor_jax.cli.flags import Parser, folder, number, whole
+from reanchor_jax.config import DominoConfig, DSparkConfig, HeadConfig, MarkovHead
 from reanchor_jax.default_pair import DEFAULT_PAIR
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.training.optimizer import OptimizerConfig
@@ -24,7 +25,7 @@ Exit codes: 0 done; 2 bad input, one line on stderr; 130 interrupted.
 """
 
 _TRAINING = (
-    *("train_vocab", "feature_dtype", "memo_gb"),
+    *("train_vocab", "feature_dtype", "memo_gb", "freeze_backbone"),
     *("log_every", "eval_every", "checkpoint_every", "tau_prompts", "tau_tokens"),
 )
 """Flags that are fields of `TrainConfig` as they are."""
@@ -56,6 +57,8 @@ class Options:
     block_size: int
     mask_token_id: int | None
     target_layer_ids: tuple[int, ...] | None
+    head: HeadConfig | None
+    """Of a fresh head on the backbone of `init`; None: its own."""
     config: TrainConfig
 
 
@@ -81,6 +84,7 @@ def parse(argv: Sequence[str] | None) -> Options | tuple[TinyPairConfig, Path]:
         raise ReanchorError("--mask-token-id is missing; name a token that the target never writes, or --init DRAFTER")
     if (flags["prompts"] is None) == (flags["answers"] is None):
         raise ReanchorError("expected either --prompts FILE.jsonl or --answers FILE.jsonl; give one of them")
+    flags["head"] = _head(flags)
     flags |= {name: value for name, value in _DEFAULTS.items() if flags[name] is None}
     steps, warmup = flags.pop("steps"), flags.pop("warmup")
     optimizer = OptimizerConfig(
@@ -102,6 +106,26 @@ def parse(argv: Sequence[str] | None) -> Options | tuple[TinyPairConfig, Path]:
     return Options(config=config, **flags)
 
 
+def _head(flags: dict[str, Any]) -> HeadConfig | None:
+    """Config of a fresh head; its flags leave `flags`."""
+    own = {name: flags.pop(name) for name in ("rank", "gru", "markov")}
+    of_kind = {"domino": ("rank", "gru"), "dspark": ("rank", "markov")}.get(flags["head"], ())
+    for name, value in own.items():
+        if value is not None and name not in of_kind:
+            raise ReanchorError(f"--{name} is of another head; expected no such flag with --head {flags['head']}")
+    if flags["head"] is not None and flags["init"] is None:
+        raise ReanchorError(f"--head {flags['head']} needs a backbone; name a drafter with --init")
+    rank, gru, markov = own["rank"] or 128, own["gru"] or 256, own["markov"] or "gated"
+    if flags["head"] == "domino":
+        # The backbone's own alignment; its first draft depends on nothing that was drafted.
+        return DominoConfig(emb_dim=rank, gru_hidden_dim=gru, shift_label=False, pure_draft_prefix_len=1)
+    if flags["head"] == "dspark":
+        return DSparkConfig(
+            markov_rank=rank, markov_head_type=markov, enable_confidence_head=True, confidence_head_with_markov=True
+        )
+    return None
+
+
 def _recipe(flags: dict[str, Any]) -> tuple[TinyPairConfig, Path]:
     names = {
         "text": "text", "model_type": "model_type", "target_steps": "target_steps", "steps": "steps",
@@ -109,8 +133,9 @@ def _recipe(flags: dict[str, Any]) -> tuple[TinyPairConfig, Path]:
         "block_size": "block_size", "target_layer_ids": "target_layer_ids", "learning_rate": "learning_rate",
         "start": "start",
     }  # fmt: skip
-    for name in ("prompts", "answers", "init", "mask_token_id", "train_vocab", "warmup", "held_out_answers"):
-        if flags[name] is not None:
+    other = ("mask_token_id", "train_vocab", "warmup", "held_out_answers", "head", "rank", "gru", "markov")
+    for name in ("prompts", "answers", "init", *other, "freeze_backbone"):
+        if flags[name] not in (None, False):
             raise ReanchorError(f"--{name.replace('_', '-')} does not go with --recipe; leave it out")
     given = {field: flags[name] for name, field in names.items() if flags[name] is not None}
     config = TinyPairConfig(**given)
@@ -156,6 +181,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--mask-token-id", type=whole(0), metavar="ID", help="new drafter: a token that the target never writes")
     add("--target-layer-ids", type=_ids, metavar="I,J,..", help="new drafter: tapped layers (default: 5 spread ones)")
+
+    add("--head", choices=("domino", "dspark"), help="a fresh head on the backbone of --init (default: its own head)")
+    add("--rank", type=whole(1), metavar="N", help="fresh head: rank of the correction (default 128)")
+    add("--gru", type=whole(1), metavar="N", help="fresh domino head: width of the GRU (default 256)")
+    add("--markov", choices=get_args(MarkovHead), help="fresh dspark head: kind of correction (default gated)")
+    add("--freeze-backbone", action="store_true", help="train the head alone")
 
     add = parser.add_argument_group("optimization").add_argument
     add("--steps", type=whole(1), metavar="N", help=f"(default {d['steps']})")

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from reanchor_jax.cache import init_cache
 from reanchor_jax.drafter import Drafter
+from reanchor_jax.heads import Forced
 from reanchor_jax.target import Target
 
 
@@ -69,7 +70,7 @@ def block_labels(
 def block_hidden(
     target: Target, drafter: Drafter, tokens: jax.Array, features: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """Drafter features [K, B-1, D] behind K anchors of one text; slot k - 1 predicts anchor + k.
+    """Drafter features [K, T, D] behind K anchors of one text, T being `DrafterConfig.num_slots`.
 
     Args:
       target: gives the embedding; no gradient flows into it.
@@ -81,21 +82,21 @@ def block_hidden(
     config = drafter.config
     context = drafter.context(features, jnp.arange(tokens.shape[0]))
     no_suffix = init_cache(config.layer, config.num_layers, 0, context.k.dtype)
-    masks = jnp.full((positions.shape[0], config.block_size - 1), config.mask_token_id, jnp.int32)
-    x = target.embed(jnp.concatenate([tokens[positions][:, None], masks], axis=1))  # [K, B, D]
+    masks = jnp.full((positions.shape[0], config.num_slots - 1), config.mask_token_id, jnp.int32)
+    x = drafter.head.embed(target, jnp.concatenate([tokens[positions][:, None], masks], axis=1))  # [K, T, D]
 
     def draft_one(x: jax.Array, anchor: jax.Array) -> jax.Array:
         # cache_len = anchor: the anchor's own features do not exist yet, as in inference.
-        places = anchor + jnp.arange(config.block_size)
+        places = anchor + jnp.arange(config.num_slots)
         return drafter(x, places, context, anchor, no_suffix, jnp.int32(0))
 
-    return jax.vmap(draft_one)(jax.lax.stop_gradient(x), positions)[:, 1:]
+    return jax.vmap(draft_one)(x, positions)
 
 
 def random_blocks(
     target: Target, drafter: Drafter, batch: Batch, features: jax.Array, key: jax.Array, num_anchors: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Blocks behind K random anchors of every text; see `block_hidden` and `block_labels`.
+) -> tuple[Forced, jax.Array, jax.Array]:
+    """Blocks behind K random anchors of every text, R*K in all; see `block_hidden` and `block_labels`.
 
     Args:
       target: frozen.
@@ -106,14 +107,18 @@ def random_blocks(
       num_anchors: K (static).
 
     Returns:
-      Drafter features [R, K, B-1, D], and [R, K, B-1] what they should draft and where that exists.
+      What the head makes of the blocks, the tokens before each draft being the text's; and
+      [R*K, B-1] what they should draft and where that exists.
     """
     num_rows, size = batch.tokens.shape
 
     def one_text(key, tokens, features, prompt_len, length):
         anchors = sample_anchors(key, prompt_len, length, size, num_anchors)
         labels, valid = block_labels(tokens, length, anchors, drafter.config.block_size)
-        return block_hidden(target, drafter, tokens, features, anchors.positions), labels, valid
+        before = jnp.concatenate([tokens[anchors.positions][:, None], labels[:, :-1]], axis=1)
+        return block_hidden(target, drafter, tokens, features, anchors.positions), before, labels, valid
 
     keys = jax.random.split(key, num_rows)
-    return jax.vmap(one_text)(keys, batch.tokens, features, batch.prompt_lens, batch.lengths)
+    blocks = jax.vmap(one_text)(keys, batch.tokens, features, batch.prompt_lens, batch.lengths)
+    hidden, before, labels, valid = (x.reshape(-1, *x.shape[2:]) for x in blocks)
+    return drafter.head.force(target, hidden, before), labels, valid

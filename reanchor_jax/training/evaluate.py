@@ -16,7 +16,7 @@ from reanchor_jax.loop import generate
 from reanchor_jax.pair import Pair
 from reanchor_jax.target import Target
 from reanchor_jax.training.blocks import Batch, random_blocks
-from reanchor_jax.training.loss import Head, in_chunks, position_weights
+from reanchor_jax.training.loss import Vocab, make_factors, position_weights, score
 
 PROMPT_STEP = 64
 """Prompts are padded to multiples of this, so that few lengths compile."""
@@ -45,7 +45,7 @@ def summary(sums: HeldOut) -> dict[str, Any]:
 def held_out_sums(
     drafter: Drafter,
     target: Target,
-    head: Head,
+    vocab: Vocab,
     batch: Batch,
     features: jax.Array,
     key: jax.Array,
@@ -53,18 +53,13 @@ def held_out_sums(
     num_anchors: int,
     gamma: float,
 ) -> HeldOut:
-    """Sums over random blocks of a batch; arguments as in `block_loss`, `head` being the whole one."""
-    block_size = drafter.config.block_size
-    hidden, labels, valid = random_blocks(target, drafter, batch, features, key, num_anchors)
+    """Sums over random blocks of a batch; arguments as in `block_loss`, `vocab` being the whole one.
 
-    def score(hidden, rows, labels):
-        logits = jnp.einsum("nd,vd->nv", hidden, rows, preferred_element_type=jnp.float32)
-        at_label = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
-        return jnp.argmax(logits, axis=-1) == labels, jax.nn.logsumexp(logits, axis=-1) - at_label
-
-    right, losses = in_chunks(score, hidden.reshape(-1, hidden.shape[-1]), head.rows, labels.reshape(-1))
-    right, losses, valid = (x.reshape(-1, block_size - 1) for x in (right, losses, valid))
-    weights = jnp.where(valid, position_weights(block_size, gamma)[None], 0.0)
+    Drafts are scored behind the text's own tokens: up to the first wrong one, they are the drafter's.
+    """
+    forced, labels, valid = random_blocks(target, drafter, batch, features, key, num_anchors)
+    losses, right = (x.reshape(labels.shape) for x in score(make_factors(forced, vocab), labels.reshape(-1)))
+    weights = jnp.where(valid, position_weights(drafter.config.block_size, gamma)[None], 0.0)
     whole = jnp.all(valid, axis=1)
     accepted = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
     return HeldOut(

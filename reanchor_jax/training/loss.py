@@ -1,4 +1,4 @@
-"""Position-decayed cross entropy of training blocks under the target's frozen LM head."""
+"""Position-decayed cross entropy of training blocks; a confidence learns which drafts are right."""
 
 from __future__ import annotations
 
@@ -9,85 +9,144 @@ import jax.numpy as jnp
 import numpy as np
 
 from reanchor_jax.drafter import Drafter
+from reanchor_jax.heads import Forced
 from reanchor_jax.target import Target
 from reanchor_jax.training.blocks import Batch, random_blocks
+from reanchor_jax.training.trainable import freeze
 
 CHUNK_ROWS = 512
-"""Rows whose logits exist at the same time: 512 x 49,152 float32 are 100 MB."""
+"""Drafts whose logits exist at the same time: 512 x 49,152 float32 are 100 MB."""
 
 
-class Head(NamedTuple):
-    """The rows of the LM head that training scores, most often the most frequent tokens alone."""
+class Vocab(NamedTuple):
+    """The tokens that training scores, most often the most frequent ones alone."""
 
-    rows: jax.Array  # [V', D]
-    index: jax.Array  # [V] int32: token -> its row, -1 where it has none
+    ids: jax.Array | None  # [V'] int32; None: all
+    index: jax.Array  # [V] int32: token -> its place in `ids`, -1 where it has none
 
 
-def make_head(target: Target, token_ids: np.ndarray | None) -> Head:
-    """The LM head restricted to `token_ids` [V'] (None: the whole vocabulary)."""
-    weights = (target.embedding if target.lm_head is None else target.lm_head)[...]
+def make_vocab(vocab_size: int, token_ids: np.ndarray | None) -> Vocab:
+    """The vocabulary restricted to `token_ids` [V'] (None: all of it)."""
     if token_ids is None:
-        return Head(weights, jnp.arange(target.config.vocab_size, dtype=jnp.int32))
-    index = np.full(target.config.vocab_size, -1, np.int32)
+        return Vocab(None, jnp.arange(vocab_size, dtype=jnp.int32))
+    index = np.full(vocab_size, -1, np.int32)
     index[token_ids] = np.arange(len(token_ids))
-    return Head(weights[jnp.asarray(token_ids)], jnp.asarray(index))
+    return Vocab(jnp.asarray(token_ids, jnp.int32), jnp.asarray(index))
+
+
+class Factors(NamedTuple):
+    """n drafts whose logits over V' tokens are `hidden @ rows.T + extra @ extra_rows.T`."""
+
+    hidden: jax.Array  # [n, D]
+    rows: jax.Array  # [V', D] a constant
+    extra: jax.Array  # [n, E]
+    extra_rows: jax.Array  # [V', E]
+
+
+def make_factors(forced: Forced, vocab: Vocab) -> Factors:
+    """All drafts of some blocks in one row, scored on the vocabulary of training."""
+
+    def kept(rows: jax.Array) -> jax.Array:
+        return rows if vocab.ids is None else rows[vocab.ids]
+
+    return Factors(_flat(forced.hidden), kept(forced.rows), _flat(forced.extra), kept(forced.extra_rows))
+
+
+class Scores(NamedTuple):
+    """How well n drafts are predicted."""
+
+    losses: jax.Array  # [n] f32 -log softmax(logits)[label]
+    right: jax.Array  # [n] bool, whether the label has the highest logit
+
+
+def score(factors: Factors, labels: jax.Array) -> Scores:
+    """Scores of labels [n] in 0 .. V'-1, a chunk of drafts at a time."""
+    chunks, count = _in_chunks(factors, labels, jnp.zeros(labels.shape, jnp.float32))
+
+    def score_chunk(chunk):
+        hidden, extra, labels, _ = chunk
+        _, log_total, at_label, right = _chunk_logits(factors, hidden, extra, labels)
+        return log_total - at_label, right
+
+    return Scores(*(_flat(x)[:count] for x in jax.lax.map(score_chunk, chunks)))
 
 
 @jax.custom_vjp
-def head_cross_entropy(hidden: jax.Array, rows: jax.Array, labels: jax.Array) -> jax.Array:
-    """-log softmax(hidden @ rows.T)[label], [n] float32; the head is a constant.
+def cross_entropy(factors: Factors, labels: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sum of weights x losses, () f32, and which labels have the highest logit, [n] f32 0 or 1.
 
-    The gradient is formed chunk by chunk beside the loss, since both need the same logits: at no
-    time do the logits of all rows exist, and none are computed twice.
+    Its gradient is formed chunk by chunk beside the loss, since both need the same logits: at no
+    time do the logits of all drafts exist, and none are computed twice. That is why the weights
+    come in here. Only the sum has a gradient, and `rows` gets none.
 
     Args:
-      hidden: [n, D] drafter features.
-      rows: [V', D] head.
+      factors: n drafts.
       labels: [n] int32 in 0 .. V'-1.
+      weights: [n] f32; constants.
     """
-    return in_chunks(_chunk_loss, hidden, rows, labels)
+    losses, right = score(factors, labels)
+    return jnp.sum(losses * weights), right.astype(jnp.float32)
 
 
-def _forward(hidden: jax.Array, rows: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return in_chunks(_chunk_loss_and_gradient, hidden, rows, labels)
+def _forward(factors: Factors, labels: jax.Array, weights: jax.Array):
+    chunks, count = _in_chunks(factors, labels, weights)
+
+    def score_chunk(carry, chunk):
+        total, extra_rows_gradient = carry
+        hidden, extra, labels, weights = chunk
+        logits, log_total, at_label, right = _chunk_logits(factors, hidden, extra, labels)
+        # d loss / d logits = weight (softmax - onehot(label)); the onehot part is a gather of rows.
+        soft = (jnp.exp(logits - log_total[:, None]) * weights[:, None]).astype(hidden.dtype)
+        w = weights[:, None].astype(hidden.dtype)
+        hidden_gradient = jnp.einsum("nv,vd->nd", soft, factors.rows) - w * factors.rows[labels]
+        extra_gradient = jnp.einsum("nv,ve->ne", soft, factors.extra_rows) - w * factors.extra_rows[labels]
+        extra_rows_gradient += jnp.einsum("nv,ne->ve", soft, extra)
+        extra_rows_gradient = extra_rows_gradient.at[labels].add(-w * extra)
+        total += jnp.sum((log_total - at_label) * weights)
+        return (total, extra_rows_gradient), (hidden_gradient, extra_gradient, right)
+
+    start = (jnp.float32(0), jnp.zeros_like(factors.extra_rows))
+    (total, extra_rows_gradient), per_draft = jax.lax.scan(score_chunk, start, chunks)
+    hidden_gradient, extra_gradient, right = (_flat(x)[:count] for x in per_draft)
+    return (total, right.astype(jnp.float32)), (hidden_gradient, extra_gradient, extra_rows_gradient)
 
 
-def _backward(gradient: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
-    return (gradient * cotangent[:, None]).astype(gradient.dtype), None, None
+def _backward(gradients: tuple[jax.Array, jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]):
+    hidden, extra, extra_rows = (gradient * cotangents[0].astype(gradient.dtype) for gradient in gradients)
+    return Factors(hidden, None, extra, extra_rows), None, None  # pyright: ignore[reportArgumentType]
 
 
-head_cross_entropy.defvjp(_forward, _backward)
+cross_entropy.defvjp(_forward, _backward)
 
 
-def _chunk_loss(hidden: jax.Array, rows: jax.Array, labels: jax.Array) -> jax.Array:
-    logits = jnp.einsum("nd,vd->nv", hidden, rows, preferred_element_type=jnp.float32)
-    return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
-
-
-def _chunk_loss_and_gradient(hidden: jax.Array, rows: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    logits = jnp.einsum("nd,vd->nv", hidden, rows, preferred_element_type=jnp.float32)
-    log_total = jax.nn.logsumexp(logits, axis=-1)
+def _chunk_logits(factors: Factors, hidden: jax.Array, extra: jax.Array, labels: jax.Array):
+    """Logits [n, V'] of a chunk, their log-sum-exp, that of the label, and whether it is the highest."""
+    logits = jnp.einsum("nd,vd->nv", hidden, factors.rows, preferred_element_type=jnp.float32)
+    if extra.shape[1]:
+        logits += jnp.einsum("ne,ve->nv", extra, factors.extra_rows, preferred_element_type=jnp.float32)
     at_label = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
-    # d loss / d hidden = sum_v p_v rows_v - rows_label
-    probs = jnp.exp(logits - log_total[:, None]).astype(rows.dtype)
-    gradient = jnp.einsum("nv,vd->nd", probs, rows) - rows[labels]
-    return log_total - at_label, gradient.astype(hidden.dtype)
+    return logits, jax.nn.logsumexp(logits, axis=-1), at_label, jnp.argmax(logits, axis=-1) == labels
 
 
-def in_chunks(run: Any, hidden: jax.Array, rows: jax.Array, labels: jax.Array) -> Any:
-    """`run(hidden, rows, labels)`, which works row by row, over `CHUNK_ROWS` rows at a time.
+def _in_chunks(factors: Factors, labels: jax.Array, weights: jax.Array) -> tuple[Any, int]:
+    """Features, extras, labels and weights of at most `CHUNK_ROWS` drafts each, and the number of all drafts.
 
-    Example: 1,200 rows become three chunks of 512, the last one padded; the padding's results are dropped.
+    Example: 1,200 drafts become three chunks of 512, the last one padded; the padding has weight 0.
     """
-    count = hidden.shape[0]
-    if count <= CHUNK_ROWS:
-        return run(hidden, rows, labels)
-    chunks = -(-count // CHUNK_ROWS)
-    padding = chunks * CHUNK_ROWS - count
-    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(chunks, CHUNK_ROWS, -1)
-    labels = jnp.pad(labels, (0, padding)).reshape(chunks, CHUNK_ROWS)
-    out = jax.lax.map(lambda chunk: run(chunk[0], rows, chunk[1]), (hidden, labels))
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], out)
+    count = labels.shape[0]
+    size = min(count, CHUNK_ROWS)
+    chunks = -(-count // size)
+
+    def split(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, [(0, chunks * size - count)] + [(0, 0)] * (x.ndim - 1))
+        return padded.reshape(chunks, size, *x.shape[1:])
+
+    return (split(factors.hidden), split(factors.extra), split(labels), split(weights)), count
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """The first two axes in one. (-1 would not do: the extra width may be 0.)"""
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def position_weights(block_size: int, gamma: float) -> jax.Array:
@@ -101,33 +160,40 @@ def position_weights(block_size: int, gamma: float) -> jax.Array:
 def block_loss(
     drafter: Drafter,
     target: Target,
-    head: Head,
+    vocab: Vocab,
     batch: Batch,
     features: jax.Array,
     key: jax.Array,
     *,
     num_anchors: int,
     gamma: float,
+    freeze_backbone: bool = False,
 ) -> jax.Array:
     """Weighted mean cross entropy over random blocks of a batch, () float32.
 
-    Labels without a row in `head`, and those behind the text's end, have weight 0.
+    Labels outside `vocab`, and those behind the text's end, have weight 0. Where the head has a
+    confidence, the mean of its cross entropy (is the draft right, those before it being right?)
+    under the same weights is added.
 
     Args:
       drafter: the network in training; the only argument that a gradient is wanted for.
       target: frozen.
-      head: LM head of training.
+      vocab: tokens that are scored.
       batch: R texts.
       features: [R, T, C*D] the target's features of the texts; a constant.
       key: PRNG key of the anchors.
       num_anchors: K anchors a text (static).
       gamma: decay of the weights (static).
+      freeze_backbone: train the head alone (static).
     """
-    hidden, labels, valid = random_blocks(target, drafter, batch, features, key, num_anchors)
-    labels = head.index[labels]  # [R, K, B-1]
-    weights = position_weights(drafter.config.block_size, gamma)[None, None]
-    weights = jnp.where(valid & (labels >= 0), weights, 0.0)
-    losses = head_cross_entropy(
-        hidden.reshape(-1, hidden.shape[-1]), head.rows, jnp.maximum(labels, 0).reshape(-1)
-    ).reshape(weights.shape)
-    return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1e-6)
+    drafter = freeze(drafter, freeze_backbone)
+    forced, labels, valid = random_blocks(target, drafter, batch, features, key, num_anchors)
+    labels = vocab.index[labels]  # [R*K, B-1]
+    weights = jnp.where(valid & (labels >= 0), position_weights(drafter.config.block_size, gamma)[None], 0.0)
+    weights = weights / jnp.maximum(jnp.sum(weights), 1e-6)
+    labels = jnp.maximum(labels, 0).reshape(-1)
+    loss, right = cross_entropy(make_factors(forced, vocab), labels, weights.reshape(-1))
+    if forced.confidence is not None:
+        logits, right = forced.confidence, right.reshape(weights.shape)
+        loss += jnp.sum(weights * (jax.nn.softplus(logits) - right * logits))
+    return loss

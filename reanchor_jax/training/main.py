@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from reanchor_jax.checkpoint import load_drafter, load_target
 from reanchor_jax.cli.process import run
-from reanchor_jax.config import LMHeadConfig
 from reanchor_jax.default_pair import drafter_source, target_source
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.pair import check_pair
@@ -19,7 +18,7 @@ from reanchor_jax.tokenizer import load_tokenizer
 from reanchor_jax.training.answers import generate_answers, read_prompts
 from reanchor_jax.training.arguments import Options, parse
 from reanchor_jax.training.data import Text, read_answers, split_held_out
-from reanchor_jax.training.start import new_drafter, new_drafter_config
+from reanchor_jax.training.start import new_drafter, new_drafter_config, with_head
 from reanchor_jax.training.tiny_pair import make_tiny_pair
 from reanchor_jax.training.trainer import train
 
@@ -47,10 +46,8 @@ def _train(options: Options) -> None:
     if options.init is not None:
         drafter = load_drafter(drafter_source(options.init), dtype=jnp.float32)
         check_pair(target, drafter)
-        if not isinstance(drafter.config.head, LMHeadConfig):
-            raise ReanchorError(
-                f"--init {options.init} is no DFlash drafter; expected one, other heads are not trained"
-            )
+        if options.head is not None:
+            drafter = with_head(target, drafter, options.head, options.config.seed)
     else:
         assert options.mask_token_id is not None
         drafter_config = new_drafter_config(

@@ -22,7 +22,7 @@ class OptimizerConfig:
     final_ratio: float = 0.05
     """Learning rate at the end, as a share of the peak."""
     weight_decay: float = 0.01
-    """Of matrices; norm weights are never decayed."""
+    """Of matrices; norm weights and biases are never decayed."""
     clip: float = 1.0
     """Largest global norm of a gradient."""
     b2: float = 0.98
@@ -50,17 +50,30 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
     )
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """The optimizer; moments have the parameters' dtype, float32 in training."""
-    return optax.chain(
+def make_optimizer(config: OptimizerConfig, trained: Any) -> optax.GradientTransformation:
+    """The optimizer; moments have the parameters' dtype, float32 in training.
+
+    Args:
+      config: settings.
+      trained: for each parameter whether it is trained; the others have no moments and stay as they are.
+    """
+    transform = optax.chain(
         optax.clip_by_global_norm(config.clip),
         optax.adamw(make_schedule(config), b1=0.9, b2=config.b2, weight_decay=config.weight_decay, mask=_is_matrix),
     )
+    labels = jax.tree.map(lambda t: "trained" if t else "frozen", trained)
+    # In a function, since a tree of labels that is a module is callable itself.
+    return optax.partition({"trained": transform, "frozen": optax.set_to_zero()}, lambda _: labels)
 
 
 def _is_matrix(params: Any) -> Any:
-    """True for every leaf whose name does not end in `norm`."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in jax.tree_util.keystr(path[-2:]), params)
+    """True for every leaf whose name says neither `norm` nor `bias`."""
+
+    def is_matrix(path: Any, _: Any) -> bool:
+        name = jax.tree_util.keystr(path[-2:])
+        return "norm" not in name and "bias" not in name
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
 def update(optimizer: optax.GradientTransformation, gradient: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from reanchor_jax.checkpoint.drafter_config import MAX_BLOCK
-from reanchor_jax.config import DrafterConfig, LMHeadConfig
+from reanchor_jax.config import DrafterConfig, HeadConfig, LMHeadConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.target import Target
@@ -74,6 +74,16 @@ def new_drafter_config(
         rope=t.rope,
         head=LMHeadConfig(),
     )
+
+
+def with_head(target: Target, drafter: Drafter, head: HeadConfig, seed: int) -> Drafter:
+    """The drafter's backbone under a fresh head, which starts without corrections (float32)."""
+    config = dataclasses.replace(drafter.config, head=head)
+    fresh = Drafter(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
+    fresh.head.start_from(target)
+    for name in ("fc", "hidden_norm", "layers", "norm"):
+        setattr(fresh, name, jax.tree.map(lambda x: x, getattr(drafter, name)))
+    return fresh
 
 
 def new_drafter(target: Target, config: DrafterConfig, start: Start, seed: int) -> Drafter:

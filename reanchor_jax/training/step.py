@@ -12,8 +12,9 @@ from reanchor_jax.drafter import Drafter
 from reanchor_jax.target import Target
 from reanchor_jax.training.blocks import Batch
 from reanchor_jax.training.evaluate import HeldOut, held_out_sums
-from reanchor_jax.training.loss import Head, block_loss
+from reanchor_jax.training.loss import Vocab, block_loss
 from reanchor_jax.training.optimizer import OptimizerConfig, make_optimizer, update
+from reanchor_jax.training.trainable import is_trained
 
 
 class TrainState(NamedTuple):
@@ -23,18 +24,18 @@ class TrainState(NamedTuple):
     opt_state: Any
 
 
-@partial(jax.jit, static_argnames="optimizer")
-def init_optimizer(drafter: Drafter, *, optimizer: OptimizerConfig) -> Any:
-    """Moments of the drafter's parameters, and of nothing else."""
+@partial(jax.jit, static_argnames=("optimizer", "freeze_backbone"))
+def init_optimizer(drafter: Drafter, *, optimizer: OptimizerConfig, freeze_backbone: bool = False) -> Any:
+    """Moments of the drafter's trained parameters, and of nothing else."""
     params: Any = drafter  # optax names no modules among its pytrees
-    return make_optimizer(optimizer).init(params)
+    return make_optimizer(optimizer, is_trained(drafter, freeze_backbone)).init(params)
 
 
-@partial(jax.jit, static_argnames=("optimizer", "num_anchors", "gamma"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("optimizer", "num_anchors", "gamma", "freeze_backbone"), donate_argnames="state")
 def train_step(
     state: TrainState,
     target: Target,
-    head: Head,
+    vocab: Vocab,
     batch: Batch,
     features: jax.Array,
     key: jax.Array,
@@ -42,20 +43,22 @@ def train_step(
     optimizer: OptimizerConfig,
     num_anchors: int,
     gamma: float,
+    freeze_backbone: bool = False,
 ) -> tuple[TrainState, jax.Array]:
     """One optimizer step, and its loss; arguments as in `block_loss`. The state is donated."""
-    loss_of = partial(block_loss, num_anchors=num_anchors, gamma=gamma)
+    loss_of = partial(block_loss, num_anchors=num_anchors, gamma=gamma, freeze_backbone=freeze_backbone)
     features = features.astype(jnp.float32)
-    loss, gradient = jax.value_and_grad(loss_of)(state.drafter, target, head, batch, features, key)
-    drafter, opt_state = update(make_optimizer(optimizer), gradient, state.opt_state, state.drafter)
+    loss, gradient = jax.value_and_grad(loss_of)(state.drafter, target, vocab, batch, features, key)
+    transform = make_optimizer(optimizer, is_trained(state.drafter, freeze_backbone))
+    drafter, opt_state = update(transform, gradient, state.opt_state, state.drafter)
     return TrainState(drafter, opt_state), loss
 
 
 @partial(jax.jit, static_argnames=("num_anchors", "gamma"))
 def evaluate_batch(
-    drafter: Drafter, target: Target, head: Head, batch: Batch, features: jax.Array, key: jax.Array,
+    drafter: Drafter, target: Target, vocab: Vocab, batch: Batch, features: jax.Array, key: jax.Array,
     *, num_anchors: int, gamma: float,
 ) -> HeldOut:  # fmt: skip
     """`held_out_sums`, compiled."""
     features = features.astype(jnp.float32)
-    return held_out_sums(drafter, target, head, batch, features, key, num_anchors=num_anchors, gamma=gamma)
+    return held_out_sums(drafter, target, vocab, batch, features, key, num_anchors=num_anchors, gamma=gamma)

@@ -23,11 +23,12 @@ from reanchor_jax.errors import ReanchorError
 from reanchor_jax.pair import Pair, check_pair
 from reanchor_jax.target import Target
 from reanchor_jax.training.blocks import Batch
+from reanchor_jax.training.calibrate import Outcomes, fit_temperatures, outcomes, with_temperatures
 from reanchor_jax.training.checkpoints import Checkpoints, check_settings, write_whole
 from reanchor_jax.training.data import Text, batch_index, frequent_tokens, make_batches
 from reanchor_jax.training.evaluate import HeldOut, make_decoder, summary
 from reanchor_jax.training.features import FeatureSource, fold_scale
-from reanchor_jax.training.loss import make_head
+from reanchor_jax.training.loss import make_vocab
 from reanchor_jax.training.optimizer import OptimizerConfig
 from reanchor_jax.training.step import TrainState, evaluate_batch, init_optimizer, train_step
 
@@ -50,6 +51,8 @@ class TrainConfig:
     """Draft k has weight exp(-(k - 1) / gamma)."""
     train_vocab: int | None = None
     """Size of the restricted LM head of training; None: the whole vocabulary."""
+    freeze_backbone: bool = False
+    """Train the head alone."""
     feature_dtype: str = "float32"
     seed: int = 0
 
@@ -146,13 +149,16 @@ class _Run:
         self.features = FeatureSource(target, start.config.target_layer_ids, config.feature_dtype, memo)
         self.features.measure_scale(batches)
         ids = None if config.train_vocab is None else frequent_tokens(texts, config.train_vocab)
-        self.head, self.whole_head = make_head(target, ids), make_head(target, None)
+        vocab_size = target.config.vocab_size
+        self.vocab, self.whole_vocab = make_vocab(vocab_size, ids), make_vocab(vocab_size, None)
         self.sizes = {"num_anchors": config.num_anchors, "gamma": config.gamma}
         self.key = jax.random.key(config.seed)
         self.decode = make_decoder(DecodeConfig(method="dflash"), config.tau_tokens)
         # A copy: `train_step` donates its state, and the caller keeps `start`.
         drafter = fold_scale(start, jnp.ones_like(self.features.scale) if start_is_scaled else self.features.scale)
-        self.state = TrainState(drafter, init_optimizer(drafter, optimizer=config.optimizer))
+        self.settings = {"optimizer": config.optimizer, "freeze_backbone": config.freeze_backbone}
+        self.state = TrainState(drafter, init_optimizer(drafter, **self.settings))
+        self.temperatures: tuple[float, ...] | None = None
         self.checkpoints = Checkpoints(folder / "checkpoints")
         self.done = self.checkpoints.latest() or 0
         echo(f"{len(texts)} texts in {len(batches)} batches, {len(held_out)} texts held out")
@@ -189,6 +195,8 @@ class _Run:
         if stopped:
             self.save()
             raise KeyboardInterrupt
+        if self.temperatures is None:  # a run that had ended before
+            self.calibrate()
         return self.drafter()
 
     def step(self, number: int) -> jax.Array:
@@ -198,13 +206,14 @@ class _Run:
         batch, key = self.batches[index], jax.random.fold_in(self.key, number)
         features = self.features(index, batch)
         self.state, loss = train_step(
-            self.state, self.target, self.head, batch, features, key, optimizer=config.optimizer, **self.sizes
+            self.state, self.target, self.vocab, batch, features, key, **self.settings, **self.sizes
         )
         return loss
 
     def drafter(self) -> Drafter:
-        """The drafter for the target's own features."""
-        return fold_scale(self.state.drafter, 1.0 / self.features.scale)
+        """The drafter for the target's own features, its confidence calibrated by the last report."""
+        drafter = fold_scale(self.state.drafter, 1.0 / self.features.scale)
+        return drafter if self.temperatures is None else with_temperatures(drafter, self.temperatures)
 
     def save(self) -> None:
         """Checkpoint, and the drafter beside it."""
@@ -212,7 +221,8 @@ class _Run:
         save_drafter(self.drafter(), self.folder / "drafter")
 
     def report(self, loss: float) -> None:
-        """Evaluates, logs, and keeps the drafter if it is the best so far."""
+        """Evaluates, calibrates, logs, and keeps the drafter if it is the best so far."""
+        self.calibrate()
         result = self.evaluate()
         self.log({"step": self.done, "held_out": result})
         tau = f", tau {result['tau']:.3f}" if "tau" in result else ""
@@ -225,14 +235,28 @@ class _Run:
             self.best = result["proxy_tau"]
             save_drafter(self.drafter(), self.folder / "best")
 
+    def calibrate(self) -> None:
+        """Fits the confidence, where there is one, to what happens on the held-out texts; saves the drafter so."""
+        if not self.state.drafter.config.has_confidence:
+            return
+        seen = [
+            outcomes(self.state.drafter, self.target, self.whole_vocab, *held_out, num_anchors=self.config.num_anchors)
+            for held_out in self.held_out_blocks()
+        ]
+        self.temperatures = fit_temperatures(Outcomes(*(np.concatenate(x) for x in zip(*seen, strict=True))))
+        save_drafter(self.drafter(), self.folder / "drafter")
+
+    def held_out_blocks(self) -> Iterator[tuple[Batch, Any, jax.Array]]:
+        """Held-out batches, their features, and keys for anchors that never change."""
+        for i, batch in enumerate(self.held_out_batches):
+            # Behind the training batches' numbers, so that held-out features are remembered too.
+            yield batch, self.features(len(self.batches) + i, batch), jax.random.fold_in(jax.random.key(0), i)
+
     def evaluate(self) -> dict[str, Any]:
         """Held-out sums at fixed anchors, and tau of real decoding."""
         sums = None
-        for i, batch in enumerate(self.held_out_batches):
-            # Behind the training batches' numbers, so that held-out features are remembered too.
-            features = self.features(len(self.batches) + i, batch)
-            key = jax.random.fold_in(jax.random.key(0), i)
-            part = evaluate_batch(self.state.drafter, self.target, self.whole_head, batch, features, key, **self.sizes)
+        for held_out in self.held_out_blocks():
+            part = evaluate_batch(self.state.drafter, self.target, self.whole_vocab, *held_out, **self.sizes)
             part = jax.device_get(part)
             sums = part if sums is None else HeldOut(*(a + b for a, b in zip(sums, part, strict=True)))
         assert sums is not None
