@@ -85,7 +85,7 @@ def roofline(config: TargetConfig, dtype: jnp.dtype, device_kind: str) -> Profil
     weights = config.num_layers * (attention + mlp) + config.vocab_size * layer.hidden_size
     reading, computing = weights * jnp.dtype(dtype).itemsize / bandwidth, 2 * weights / operations
     # Flat up to the knee, where both take the same time, then a line through the origin.
-    knee = max(1, math.ceil(reading / computing))
+    knee = max(1, math.floor(reading / computing))
     sizes = (1, knee, 2 * knee) if knee > 1 else (1, 2)
     seconds = tuple(max(reading, computing * n) for n in sizes)
     return Profile(sizes, seconds, f"roofline of {device_kind}, {jnp.dtype(dtype).name}")

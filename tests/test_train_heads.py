@@ -121,7 +121,7 @@ def test_temperatures_divide_the_confidence(pair, tmp_path):
         d.head(pair.target, hidden, jnp.array([1, 2]), None, 1.0).confidence
         for d in (start, calibrated, load_drafter(tmp_path))
     )
-    np.testing.assert_allclose(divided, plain / np.array(temperatures), rtol=1e-6)
+    np.testing.assert_allclose(divided, plain / np.array([temperatures], np.float32), rtol=1e-6)
     np.testing.assert_array_equal(divided, loaded)
 
 
