@@ -28,8 +28,9 @@ from rich.progress import track
 
 from reanchor_jax import DecodeConfig, Pair, ReanchorError, generate, load_pair
 from reanchor_jax.cli import process
-from reanchor_jax.config import AttachRule, DraftRule
+from reanchor_jax.config import AttachRule, DraftRule, Schedule
 from reanchor_jax.default_pair import DEFAULT_PAIR, default_target_path
+from reanchor_jax.profile import load_profile
 from reanchor_jax.tokenizer import ChatTokenizer, load_tokenizer
 from reanchor_jax.training.checkpoints import write_whole
 
@@ -60,20 +61,22 @@ def settings(
     attach_rules: list[AttachRule],
     nodes: int | None,
     offsets: int | None,
+    schedule: dict[str, Any],
 ) -> dict[str, DecodeConfig]:
     """Names and configs; plain decoding of a temperature comes before what is held against it."""
+    cut = "" if schedule["schedule"] == "none" else f" schedule={schedule['schedule']}"
     budget = "".join(f" {name}={n}" for name, n in (("nodes", nodes), ("offsets", offsets)) if n is not None)
     table = {}
     for temperature in temperatures:
         table[f"ar T={temperature:g}"] = DecodeConfig(method="ar", temperature=temperature)
         rules: list[DraftRule] = draft_rules if temperature else ["greedy"]
         for rule in rules:
-            table[f"dflash T={temperature:g} {rule}"] = DecodeConfig(
-                method="dflash", temperature=temperature, draft_rule=rule
+            table[f"dflash T={temperature:g} {rule}{cut}"] = DecodeConfig(
+                method="dflash", temperature=temperature, draft_rule=rule, **schedule
             )
             for attach in attach_rules:
-                table[f"reanchor {attach} T={temperature:g} {rule}{budget}"] = DecodeConfig(
-                    temperature=temperature, draft_rule=rule, attach=attach, nodes=nodes, offsets=offsets
+                table[f"reanchor {attach} T={temperature:g} {rule}{budget}{cut}"] = DecodeConfig(
+                    temperature=temperature, draft_rule=rule, attach=attach, nodes=nodes, offsets=offsets, **schedule
                 )
     return table
 
@@ -124,14 +127,16 @@ def run_setting(
 def report(table: dict[str, DecodeConfig], results: list[dict[str, Any]], tasks: list[str]) -> bool:
     """Prints tau per task and the number of equal answers; returns whether all are equal."""
     answers = {(r["setting"], r["task"], r["row"]): r["token_ids"] for r in results}
-    print(f"| setting | {' | '.join(tasks)} | mean tau | nodes | equal to ar |")
-    print(f"|{'---|' * (len(tasks) + 4)}")
+    print(f"| setting | {' | '.join(tasks)} | mean tau | nodes | ms a token | equal to ar |")
+    print(f"|{'---|' * (len(tasks) + 5)}")
     all_equal, plain = True, ""
     for name, config in table.items():
+        records = [record for record in results if record["setting"] == name]
+        milliseconds = 1000 * sum(r["seconds"] for r in records) / sum(len(r["token_ids"]) for r in records)
         if config.method == "ar":
             plain = name
+            print(f"| {name} |{' |' * (len(tasks) + 2)} {milliseconds:.0f} | |")
             continue
-        records = [record for record in results if record["setting"] == name]
         taus = []
         for task in tasks:
             rounds = [n for record in records if record["task"] == task for n in record["committed_per_round"]]
@@ -140,7 +145,8 @@ def report(table: dict[str, DecodeConfig], results: list[dict[str, Any]], tasks:
         all_equal &= equal == len(records)
         nodes = float(np.mean([n for record in records for n in record["nodes_per_round"]]))
         cells = " | ".join(f"{tau:.2f}" for tau in taus)
-        print(f"| {name} | {cells} | {np.mean(taus):.2f} | {nodes:.0f} | {equal} of {len(records)} |")
+        measured = f"{np.mean(taus):.2f} | {nodes:.0f} | {milliseconds:.0f}"
+        print(f"| {name} | {cells} | {measured} | {equal} of {len(records)} |")
     return all_equal
 
 
@@ -159,6 +165,9 @@ def main() -> int:
     parser.add_argument("--attach", nargs="+", default=["earliest", "fallback"], choices=get_args(AttachRule))
     parser.add_argument("--nodes", type=int, help="node budget (default: four blocks)")
     parser.add_argument("--offsets", type=int, help="largest offset (default: B - 1)")
+    parser.add_argument("--schedule", default="none", choices=get_args(Schedule))
+    parser.add_argument("--confidence-threshold", type=float, default=0.5)
+    parser.add_argument("--profile", type=Path, help="costs for --schedule hardware, measured by reanchor_jax.profile")
     options = parser.parse_args()
     tokenizer = load_tokenizer(default_target_path())
     assert tokenizer is not None
@@ -177,7 +186,10 @@ def main() -> int:
                 raise ReanchorError(f"{options.out} holds another run; expected {run_id}: take another --out")
             done[record["setting"], record["task"], record["row"]] = record
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    table = settings(options.temperature, options.draft_rule, options.attach, options.nodes, options.offsets)
+    schedule: dict[str, Any] = {"schedule": options.schedule, "confidence_threshold": options.confidence_threshold}
+    if options.schedule == "hardware":
+        schedule["costs"] = load_profile(options.profile).costs(pair.drafter.config.block_size)
+    table = settings(options.temperature, options.draft_rule, options.attach, options.nodes, options.offsets, schedule)
     for name, config in table.items():
         run_setting(pair, name, config, prompts, size, run_id, done, options.out)
     asked = {(task, index) for task, index, _ in prompts}

@@ -1,4 +1,4 @@
-"""`python -m reanchor_jax.train`: trains a DFlash drafter for any target; `--help` lists the flags."""
+"""`python -m reanchor_jax.train`: trains a drafter for any target; `--help` lists the flags."""
 
 import sys
 

@@ -132,8 +132,9 @@ def test_schedules_are_lossless_and_verify_less(temperature, rule, bucket_nodes)
         assert max(nodes) < whole.counts.nodes.sum() / whole.rounds.sum()
 
 
-@pytest.mark.parametrize(("block_size", "kind"), [(2, None), *zip((3, 6, 16), get_args(MarkovHead), strict=True)])
-def test_random_pairs_are_lossless(block_size, kind):
+@pytest.mark.parametrize("block_size", range(2, 17))
+def test_random_pairs_are_lossless(block_size):
+    kind = [*get_args(MarkovHead), None][block_size // 3 % 4]  # all kinds under all draft rules
     head = DSparkConfig(
         markov_rank=5 if kind else 0,
         markov_head_type=kind,

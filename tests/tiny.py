@@ -139,9 +139,15 @@ def make_prompts(num_rows: int = 4, size: int = 8, vocab_size: int = 16, seed: i
 
 def run(pair: Pair, prompts: Prompts, config: DecodeConfig, max_new_tokens: int) -> Generation:
     """`generate` over a batch, as NumPy arrays with rows in front."""
-    fn = functools.partial(generate, config=config, max_new_tokens=max_new_tokens)
-    rows = jax.vmap(lambda pair, ids, n, key: fn(pair, ids, n, key=key), in_axes=(None, 0, 0, 0))
-    return jax.device_get(jax.jit(rows, compiler_options=QUICK)(pair, *prompts))
+    return jax.device_get(_run_rows(pair, *prompts, config=config, max_new_tokens=max_new_tokens))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "max_new_tokens"), compiler_options=QUICK)
+def _run_rows(
+    pair: Pair, ids: jax.Array, lens: jax.Array, keys: jax.Array, *, config: DecodeConfig, max_new_tokens: int
+) -> Generation:
+    fn = functools.partial(generate, pair, config=config, max_new_tokens=max_new_tokens)
+    return jax.vmap(lambda ids, n, key: fn(ids, n, key=key))(ids, lens, keys)
 
 
 def check_counts(result: Generation) -> None:

@@ -1,15 +1,17 @@
-"""Training of DFlash drafters, and of tiny targets for tests and demonstrations.
+"""Training of drafters, and of tiny targets for tests and demonstrations.
 
 main, arguments `python -m reanchor_jax.train` and its flags
 data, answers   prompts, the target's own answers, batches as a function of the step
 features        the target's features of a batch, scaled and remembered
 blocks          random anchors, the masked blocks behind them, the tokens they should draft
-loss            position-decayed cross entropy under the target's LM head
+loss            position-decayed cross entropy, and that of a confidence
+trainable       which parameters are trained: all, or the head alone
 optimizer       AdamW with warm-up and cosine decay
 trainer         the loop: step, log, evaluate, checkpoint, resume
 checkpoints     exact resume with Orbax
 start           the first parameters of a new drafter
 evaluate        held-out accuracy per block position, and tau
+calibrate       temperatures that make a confidence say what happens
 step            the compiled programs of the loop
 tiny_pair       the recipe: `tiny_text`, then `target_training`, then a drafter
 """

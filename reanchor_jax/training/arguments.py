@@ -146,7 +146,7 @@ def _recipe(flags: dict[str, Any]) -> tuple[TinyPairConfig, Path]:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m reanchor_jax.train",
-        description="Trains a DFlash drafter for a target, from prompts or from the target's own answers.",
+        description="Trains a drafter for a target, from prompts or from the target's own answers.",
         epilog=_EPILOG,
     )
     d = _DEFAULTS

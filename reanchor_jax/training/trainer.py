@@ -33,7 +33,7 @@ from reanchor_jax.training.optimizer import OptimizerConfig
 from reanchor_jax.training.step import TrainState, evaluate_batch, init_optimizer, train_step
 
 _REPORTED = (
-    *("memo_gb", "log_every", "checkpoint_every", "eval_every", "eval_first", "eval_anchors"),
+    *("memo_gb", "log_every", "checkpoint_every", "eval_every", "eval_first"),
     *("tau_prompts", "tau_tokens"),
 )
 
@@ -62,8 +62,6 @@ class TrainConfig:
     eval_every: int = 200
     eval_first: bool = False
     """Evaluate before the first step too."""
-    eval_anchors: int = 16
-    """Blocks of a held-out text."""
     checkpoint_every: int = 200
     tau_prompts: int = 8
     """Held-out prompts that are really decoded at each evaluation; 0: none."""
