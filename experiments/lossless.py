@@ -30,6 +30,7 @@ from reanchor_jax import DecodeConfig, Pair, ReanchorError, generate, load_pair
 from reanchor_jax.cli import process
 from reanchor_jax.config import AttachRule, DraftRule, Schedule
 from reanchor_jax.default_pair import DEFAULT_PAIR, default_target_path
+from reanchor_jax.pair import block_size
 from reanchor_jax.profile import load_profile
 from reanchor_jax.tokenizer import ChatTokenizer, load_tokenizer
 from reanchor_jax.training.checkpoints import write_whole
@@ -188,7 +189,11 @@ def main() -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     schedule: dict[str, Any] = {"schedule": options.schedule, "confidence_threshold": options.confidence_threshold}
     if options.schedule == "hardware":
-        schedule["costs"] = load_profile(options.profile).costs(pair.drafter.config.block_size)
+        if options.profile is None:
+            raise ReanchorError(
+                "--schedule hardware needs costs; measure them: python -m reanchor_jax.profile --out FILE"
+            )
+        schedule["costs"] = load_profile(options.profile).costs(block_size(pair, DecodeConfig()))
     table = settings(options.temperature, options.draft_rule, options.attach, options.nodes, options.offsets, schedule)
     for name, config in table.items():
         run_setting(pair, name, config, prompts, size, run_id, done, options.out)
