@@ -11,8 +11,8 @@ Glossary of shape letters, used in every bracket comment of the package:
     H  head dim                                  V  vocabulary
     K  key/value heads                           W  longest path, 2B - 1 (one block: B)
 
-Nothing that is read from a checkpoint has a default here: a missing value is an error in
-`reanchor_jax.checkpoint`, never a guess.
+Nothing that every checkpoint must say has a default here: a missing value is an error in
+`reanchor_jax.checkpoint`, never a guess. What most drafters lack altogether is off by default.
 """
 
 from __future__ import annotations
@@ -27,6 +27,14 @@ DraftRule = Literal["greedy", "sample", "coupled"]
 AttachRule = Literal["earliest", "fixed", "fixed_unmatched", "random", "longest", "fallback"]
 MarkovHead = Literal["vanilla", "gated", "rnn"]
 RetainRule = Literal["baseline", "accepted_path"]
+SlidingAttention = Literal["causal", "ignored", "symmetric"]
+"""What a drafter's sliding layers see, as distance = query position - key position.
+
+`causal`: 0 <= distance < window, also inside the block. vLLM's and SpecForge's reading, so that of
+published checkpoints. `symmetric`: |distance| < window, vLLM's where the file says `causal: false`,
+and z-lab's code under flash attention. `ignored`: everything, as full layers do; z-lab's code under
+other attention kernels.
+"""
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-30, 1e30
 """Logits divided by a temperature outside these overflow or vanish in float32."""
@@ -137,6 +145,11 @@ class DrafterConfig:
     layer: LayerConfig
     rope: RopeConfig
     head: HeadConfig
+    sliding_layers: tuple[bool, ...] = ()
+    """Which layers have a sliding window; empty: none."""
+    sliding_window: int | None = None
+    """How many positions it spans; None exactly where no layer slides."""
+    sliding_attention: SlidingAttention = "causal"
 
     @property
     def num_slots(self) -> int:

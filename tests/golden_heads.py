@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -61,9 +61,12 @@ def check_trained_pair(pair: Pair, prompts: Prompts, temperature: float, rule: D
     assert 1 < np.mean(chain.tau) < np.mean(reanchor.tau)
 
 
-def check_random_pair(block_size: int, head: HeadConfig) -> None:
-    """Chain and ReAnchor give plain decoding's text, with a drafter that is hardly ever right."""
-    pair = make_pair(block_size, head=head, seed=block_size)
+def check_random_pair(block_size: int, head: HeadConfig, **drafter: Any) -> None:
+    """Chain and ReAnchor give plain decoding's text, with a drafter that is hardly ever right.
+
+    `drafter` are changes to the drafter's config.
+    """
+    pair = make_pair(block_size, head=head, seed=block_size, drafter=drafter)
     for temperature, rule in ((0.0, "greedy"), (1.0, "coupled")):
         config = DecodeConfig(temperature=temperature, draft_rule=rule, attach="fallback", bucket_nodes=False)
         plain, *others = (

@@ -236,7 +236,6 @@ def test_drafters_of_other_kinds_are_named(tmp_path):
     refuses(read(architectures=["Qwen3DSparkModel"], markov_rank=8), "markov_head_type", "vanilla")
     refuses(read(architectures=["EagleModel"]), "DFlashDraftModel", "DominoDraftModel", "other drafters")
     refuses(read(num_target_layers=2), "target_layer_ids", "0 to 1")
-    refuses(read(layer_types=["sliding_attention", "full_attention"]), "layer_types", "not supported yet")
 
 
 def test_target_and_drafter_are_not_confused(tmp_path):

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from reanchor_jax.checkpoint import hf_config
 from reanchor_jax.checkpoint.fields import Fields, read_json
-from reanchor_jax.config import DominoConfig, DrafterConfig, DSparkConfig, HeadConfig, LMHeadConfig, MarkovHead
+from reanchor_jax.config import (
+    DominoConfig,
+    DrafterConfig,
+    DSparkConfig,
+    HeadConfig,
+    LMHeadConfig,
+    MarkovHead,
+    SlidingAttention,
+)
 
 DRAFTER_CLASSES = {
     LMHeadConfig: "DFlashDraftModel",
@@ -57,10 +65,11 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
         layer=hf_config.read_layer(fields, qk_norm=True, head_dim_required=True),
         rope=hf_config.read_rope(fields),
         head=head,
+        **_read_sliding(fields, section, num_layers),
     )
     if section is not fields:
         section.finish()
-    hf_config.only_plain_layers(fields, num_layers)
+    hf_config.only_plain_layers(fields)
     fields.ignore(*hf_config.INERT, *_INERT)
     fields.finish()
     return config
@@ -113,6 +122,43 @@ def _read_dflash(fields: Fields, section: Fields) -> HeadConfig:
         if "pure_draft_prefix_len" in section
         else 0,
     )
+
+
+def _read_sliding(fields: Fields, section: Fields, num_layers: int) -> dict[str, Any]:
+    """The sliding layers, their window and how it is read; nothing where all layers are full.
+
+    The reading is that of published checkpoints, `causal`, unless the file says otherwise: with
+    vLLM's `causal` (false: symmetric), or with this package's own `sliding_attention`.
+    """
+    kinds = fields.get_or_none("layer_types")
+    if not isinstance(kinds, list) or "sliding_attention" not in kinds:
+        if kinds == ["full_attention"] * num_layers:
+            fields.ignore("use_sliding_window", "sliding_window")  # of layers that there are none of
+        else:
+            hf_config.only_full_attention(fields, num_layers)
+        section.only("causal", False, why="causal full attention is not supported")
+        return {}
+    if len(kinds) != num_layers or any(kind not in ("sliding_attention", "full_attention") for kind in kinds):
+        expected = f'"sliding_attention" or "full_attention" for each of the {num_layers} layers'
+        raise fields.fail("layer_types", kinds, expected)
+    if not fields.boolean("use_sliding_window"):
+        raise fields.fail("use_sliding_window", False, "true, since layer_types names sliding layers")
+    layers = tuple(kind == "sliding_attention" for kind in kinds)
+    causal = section.boolean("causal") if "causal" in section else None
+    if causal and not all(layers):
+        raise section.fail("causal", True, "false or nothing: causal full attention is not supported")
+    attention: SlidingAttention = "symmetric" if causal is False else "causal"
+    if "sliding_attention" in section:
+        own = section.get("sliding_attention")
+        if own not in get_args(SlidingAttention) or (causal is not None and own != attention):
+            expected = f"one of {', '.join(get_args(SlidingAttention))}, not against causal"
+            raise section.fail("sliding_attention", own, expected)
+        attention = own
+    return {
+        "sliding_layers": layers,
+        "sliding_window": fields.integer("sliding_window", 1, hf_config.MAX_POSITIONS),
+        "sliding_attention": attention,
+    }
 
 
 def _block_size(fields: Fields, section: Fields) -> int:

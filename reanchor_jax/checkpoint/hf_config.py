@@ -74,7 +74,8 @@ def read_target_config(folder: Path) -> TargetConfig:
         else fields.integer("bos_token_id", 0, vocab_size - 1),
         eos_token_ids=_eos_ids(fields, vocab_size),
     )
-    only_plain_layers(fields, num_layers)
+    only_plain_layers(fields)
+    only_full_attention(fields, num_layers)
     fields.ignore(*INERT)
     fields.finish()
     generation = folder / "generation_config.json"
@@ -140,20 +141,24 @@ def read_rope(fields: Fields) -> RopeConfig:
     return RopeConfig(theta=thetas[0], scaling=scalings[0] if scalings else None)
 
 
-def only_plain_layers(fields: Fields, num_layers: int) -> None:
-    """Refuses what the layer does not compute: biases, sliding windows, partial rotary, quantization."""
+def only_plain_layers(fields: Fields) -> None:
+    """Refuses what the layer does not compute: biases, partial rotary, quantization."""
     fields.only("attention_bias", False)
     fields.only("mlp_bias", False)
     fields.only("rope_interleaved", False)
     fields.only("partial_rotary_factor", 1, 1.0, None)
     fields.only("quantization_config", None, why="quantized checkpoints are not supported, use the original")
-    fields.only("use_sliding_window", False, why="sliding-window attention is not supported yet")
+
+
+def only_full_attention(fields: Fields, num_layers: int) -> None:
+    """Refuses sliding windows."""
+    fields.only("use_sliding_window", False, why="sliding-window attention is not supported here")
     if fields.data.get("use_sliding_window") is None:
-        fields.only("sliding_window", None, why="sliding-window attention is not supported yet")
+        fields.only("sliding_window", None, why="sliding-window attention is not supported here")
     fields.ignore("sliding_window")
     layer_types = fields.get_or_none("layer_types")
     if layer_types is not None and layer_types != ["full_attention"] * num_layers:
-        expected = f'"full_attention" for each of the {num_layers} layers; other attention is not supported yet'
+        expected = f'"full_attention" for each of the {num_layers} layers; other attention is not supported here'
         raise fields.fail("layer_types", layer_types, expected)
 
 

@@ -69,6 +69,11 @@ def save_drafter(drafter: Drafter, folder: str | Path, *, dtype: DTypeLike = jnp
     own = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
     if isinstance(config.head, DominoConfig):
         own |= {"projector_type": "domino", **vars(config.head)}
+    slides = config.sliding_layers or (False,) * config.num_layers
+    if config.sliding_window is not None:
+        own["sliding_attention"] = config.sliding_attention
+    if config.sliding_attention == "symmetric":
+        own["causal"] = False  # says the same to vLLM
     if isinstance(config.head, DSparkConfig):
         own |= {name: value for name, value in vars(config.head).items() if value is not None}
     else:
@@ -77,11 +82,11 @@ def save_drafter(drafter: Drafter, folder: str | Path, *, dtype: DTypeLike = jnp
         "architectures": [DRAFTER_CLASSES[type(config.head)]],
         "model_type": "qwen3",
         "block_size": config.num_slots,
-        "layer_types": ["full_attention"] * config.num_layers,
+        "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
         "num_hidden_layers": config.num_layers,
-        "sliding_window": None,
+        "sliding_window": config.sliding_window,
         "tie_word_embeddings": False,
-        "use_sliding_window": False,
+        "use_sliding_window": config.sliding_window is not None,
         "vocab_size": config.vocab_size,
         **own,
         **_layer_fields(config.layer, config.rope),
