@@ -92,6 +92,14 @@ class TargetConfig:
 class LMHeadConfig:
     """DFlash and Draft-OPD: the target's LM head; block position k predicts the token at position k."""
 
+    own_embedding: bool = False
+    """The block is read by an embedding of the drafter's own, not by the target's."""
+    draft_vocab_size: int | None = None
+    """Rows of an LM head of the drafter's own; below the vocabulary's size, with a map to target ids.
+    None: the target's head."""
+    mask_embedding: bool = False
+    """Mask positions read a vector of their own in place of the mask token's embedding."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DominoConfig:

@@ -201,6 +201,7 @@ def _refuse_drafter(fields: Fields) -> None:
     if (
         "dflash_config" in fields
         or "markov_rank" in fields
+        or "speculators_model_type" in fields
         or "DFlashDraftModel" in str(fields.data.get("architectures"))
     ):
         raise ReanchorError(f"{fields.where} describes a drafter; expected a target: load it with load_drafter")
