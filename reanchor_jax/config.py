@@ -51,11 +51,42 @@ class Llama3Scaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """The `linear` rotary scaling: all positions are divided by `factor`."""
+
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """The `yarn` rotary scaling (arXiv 2309.00071): pairs that turn seldom are slowed, all are scaled.
+
+    The attention factor, by which cosines and sines are multiplied, is `attention_factor` where it
+    is given, else a function of `factor` and the two `mscale`s (`reanchor_jax.rope.attention_factor`).
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    """Pairs with more turns than this in the original context are left alone."""
+    beta_slow: float
+    """Pairs with fewer are divided by `factor`."""
+    truncate: bool
+    """Round the two bounds outwards to whole pairs."""
+    attention_factor: float | None
+    mscale: float | None
+    mscale_all_dim: float | None
+
+
+RopeScaling = Llama3Scaling | LinearScaling | YarnScaling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Rotary embedding over the whole head dim, in halves (`rotate_half` layout)."""
 
     theta: float
-    scaling: Llama3Scaling | None
+    scaling: RopeScaling | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +101,8 @@ class LayerConfig:
     rms_norm_eps: float
     qk_norm: bool
     """RMS norm over the head dim of queries and keys, before the rotary embedding."""
+    attention_bias: bool = False
+    """Biases on the query, key, value and output projections."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

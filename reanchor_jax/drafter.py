@@ -14,7 +14,8 @@ from flax import nnx
 from reanchor_jax.cache import KVCache
 from reanchor_jax.config import DrafterConfig
 from reanchor_jax.heads import make_head
-from reanchor_jax.layers import Segment, make_rope, rms_norm, stack_layers
+from reanchor_jax.layers import Segment, rms_norm, stack_layers
+from reanchor_jax.rope import make_rope
 from reanchor_jax.windows import window_mask
 
 

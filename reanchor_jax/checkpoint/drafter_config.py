@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args
 
-from reanchor_jax.checkpoint import hf_config, kinds, speculators
+from reanchor_jax.checkpoint import hf_config, kinds, rope_config, speculators
 from reanchor_jax.checkpoint.fields import Fields, read_json
 from reanchor_jax.config import (
     DominoConfig,
@@ -64,7 +64,7 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
         vocab_size=vocab_size,
         num_layers=num_layers,
         layer=hf_config.read_layer(fields, qk_norm=True, head_dim_required=True),
-        rope=hf_config.read_rope(fields),
+        rope=rope_config.read_rope(fields),
         head=head,
         **_read_sliding(fields, section, num_layers),
     )
@@ -170,7 +170,7 @@ def _read_sliding(fields: Fields, section: Fields, num_layers: int) -> dict[str,
         attention = own
     return {
         "sliding_layers": layers,
-        "sliding_window": fields.integer("sliding_window", 1, hf_config.MAX_POSITIONS),
+        "sliding_window": fields.integer("sliding_window", 1, rope_config.MAX_POSITIONS),
         "sliding_attention": attention,
     }
 

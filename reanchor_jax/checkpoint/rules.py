@@ -51,6 +51,12 @@ _QK_NORM = (
     Rule("layers.{layer}.self_attn.q_norm.weight", "layers.q_norm"),
     Rule("layers.{layer}.self_attn.k_norm.weight", "layers.k_norm"),
 )
+_ATTENTION_BIAS = (
+    Rule("layers.{layer}.self_attn.q_proj.bias", "layers.q_bias"),
+    Rule("layers.{layer}.self_attn.k_proj.bias", "layers.k_bias"),
+    Rule("layers.{layer}.self_attn.v_proj.bias", "layers.v_bias"),
+    Rule("layers.{layer}.self_attn.o_proj.bias", "layers.o_bias"),
+)
 _DFLASH = (
     Rule("fc.weight", "fc"),
     Rule("hidden_norm.weight", "hidden_norm"),
@@ -106,7 +112,7 @@ are compared with the config where it is read), and copies of the target's that 
 
 def target_rules(config: TargetConfig) -> tuple[Rule, ...]:
     """Rules of a `llama` or `qwen3` folder in Hugging Face's format."""
-    layer = _LAYER + (_QK_NORM if config.layer.qk_norm else ())
+    layer = _layer_rules(config.layer)
     rules = (
         Rule(EMBEDDING_NAME, "embedding"),
         Rule("model.norm.weight", "final_norm"),
@@ -118,7 +124,11 @@ def target_rules(config: TargetConfig) -> tuple[Rule, ...]:
 def drafter_rules(config: DrafterConfig, head_prefix: str = "") -> tuple[Rule, ...]:
     """Rules of a drafter in z-lab's format."""
     head = tuple(rule._replace(source=head_prefix + rule.source) for rule in _head_rules(config))
-    return _DFLASH + _LAYER + (_QK_NORM if config.layer.qk_norm else ()) + head
+    return _DFLASH + _layer_rules(config.layer) + head
+
+
+def _layer_rules(layer: LayerConfig) -> tuple[Rule, ...]:
+    return _LAYER + (_QK_NORM if layer.qk_norm else ()) + (_ATTENTION_BIAS if layer.attention_bias else ())
 
 
 def _head_rules(config: DrafterConfig) -> tuple[Rule, ...]:

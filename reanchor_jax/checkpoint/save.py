@@ -20,6 +20,7 @@ from reanchor_jax.checkpoint.drafter_config import DRAFTER_CLASSES
 from reanchor_jax.checkpoint.fill import named_parameters
 from reanchor_jax.checkpoint.hf_config import CLASSES
 from reanchor_jax.checkpoint.load import float_dtype
+from reanchor_jax.checkpoint.rope_config import SCALINGS
 from reanchor_jax.checkpoint.rules import Rule, drafter_rules, expand, target_rules
 from reanchor_jax.checkpoint.safetensors_source import SINGLE
 from reanchor_jax.config import DominoConfig, DSparkConfig, LayerConfig, LMHeadConfig, RopeConfig
@@ -103,9 +104,12 @@ def save_drafter(drafter: Drafter, folder: str | Path, *, dtype: DTypeLike = jnp
 
 def _layer_fields(layer: LayerConfig, rope: RopeConfig) -> dict[str, Any]:
     """Fields of the layer, rotary embedding in the older spelling, which every reader knows."""
-    scaling = None if rope.scaling is None else {"rope_type": "llama3", **vars(rope.scaling)}
+    scaling = None
+    if rope.scaling is not None:
+        given = {name: value for name, value in vars(rope.scaling).items() if value is not None}
+        scaling = {"rope_type": SCALINGS[type(rope.scaling)], **given}
     return {
-        "attention_bias": False,
+        "attention_bias": layer.attention_bias,
         "head_dim": layer.head_dim,
         "hidden_act": "silu",
         "hidden_size": layer.hidden_size,
