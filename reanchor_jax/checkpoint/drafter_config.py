@@ -113,7 +113,12 @@ def _read_dflash(fields: Fields, section: Fields) -> HeadConfig:
         raise section.fail("projector_type", projector, '"domino", or "causal_v5" in older files')
 
     def size(name: str) -> int:
-        return (section if name in section else fields).integer(name, 1, hf_config.MAX_WIDTH)
+        found = {at.integer(name, 1, hf_config.MAX_WIDTH) for at in (fields, section) if name in at}
+        if not found:
+            section.get(name)  # raises: missing
+        if len(found) > 1:
+            raise fields.fail(name, sorted(found), "the same value in dflash_config")
+        return found.pop()
 
     # The format's definition of what is left out, not a guess: no shift, every draft corrected.
     return DominoConfig(
