@@ -11,8 +11,8 @@ Glossary of shape letters, used in every bracket comment of the package:
     H  head dim                                  V  vocabulary
     K  key/value heads                           W  longest path, 2B - 1 (one block: B)
 
-Nothing that is read from a checkpoint has a default here: a missing value is an error in
-`reanchor_jax.checkpoint`, never a guess.
+Nothing that every checkpoint must say has a default here: a missing value is an error in
+`reanchor_jax.checkpoint`, never a guess. What most drafters lack altogether is off by default.
 """
 
 from __future__ import annotations
@@ -28,6 +28,14 @@ AttachRule = Literal["earliest", "fixed", "fixed_unmatched", "random", "longest"
 MarkovHead = Literal["vanilla", "gated", "rnn"]
 RetainRule = Literal["baseline", "accepted_path"]
 Schedule = Literal["none", "threshold", "hardware"]
+SlidingAttention = Literal["causal", "ignored", "symmetric"]
+"""What a drafter's sliding layers see, as distance = query position - key position.
+
+`causal`: 0 <= distance < window, also inside the block. vLLM's and SpecForge's reading, so that of
+published checkpoints. `symmetric`: |distance| < window, vLLM's where the file says `causal: false`,
+and z-lab's code under flash attention. `ignored`: everything, as full layers do; z-lab's code under
+other attention kernels.
+"""
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-30, 1e30
 """Logits divided by a temperature outside these overflow or vanish in float32."""
@@ -44,11 +52,42 @@ class Llama3Scaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """The `linear` rotary scaling: all positions are divided by `factor`."""
+
+    factor: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """The `yarn` rotary scaling (arXiv 2309.00071): pairs that turn seldom are slowed, all are scaled.
+
+    The attention factor, by which cosines and sines are multiplied, is `attention_factor` where it
+    is given, else a function of `factor` and the two `mscale`s (`reanchor_jax.rope.attention_factor`).
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    """Pairs with more turns than this in the original context are left alone."""
+    beta_slow: float
+    """Pairs with fewer are divided by `factor`."""
+    truncate: bool
+    """Round the two bounds outwards to whole pairs."""
+    attention_factor: float | None
+    mscale: float | None
+    mscale_all_dim: float | None
+
+
+RopeScaling = Llama3Scaling | LinearScaling | YarnScaling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Rotary embedding over the whole head dim, in halves (`rotate_half` layout)."""
 
     theta: float
-    scaling: Llama3Scaling | None
+    scaling: RopeScaling | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +102,8 @@ class LayerConfig:
     rms_norm_eps: float
     qk_norm: bool
     """RMS norm over the head dim of queries and keys, before the rotary embedding."""
+    attention_bias: bool = False
+    """Biases on the query, key, value and output projections."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +125,14 @@ class TargetConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LMHeadConfig:
     """DFlash and Draft-OPD: the target's LM head; block position k predicts the token at position k."""
+
+    own_embedding: bool = False
+    """The block is read by an embedding of the drafter's own, not by the target's."""
+    draft_vocab_size: int | None = None
+    """Rows of an LM head of the drafter's own; below the vocabulary's size, with a map to target ids.
+    None: the target's head."""
+    mask_embedding: bool = False
+    """Mask positions read a vector of their own in place of the mask token's embedding."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,6 +189,11 @@ class DrafterConfig:
     layer: LayerConfig
     rope: RopeConfig
     head: HeadConfig
+    sliding_layers: tuple[bool, ...] = ()
+    """Which layers have a sliding window; empty: none."""
+    sliding_window: int | None = None
+    """How many positions it spans; None exactly where no layer slides."""
+    sliding_attention: SlidingAttention = "causal"
 
     @property
     def has_confidence(self) -> bool:

@@ -14,7 +14,9 @@ from flax import nnx
 from reanchor_jax.cache import KVCache
 from reanchor_jax.config import DrafterConfig
 from reanchor_jax.heads import make_head
-from reanchor_jax.layers import Segment, make_rope, rms_norm, stack_layers
+from reanchor_jax.layers import Segment, rms_norm, stack_layers
+from reanchor_jax.rope import make_rope
+from reanchor_jax.windows import window_mask
 
 
 class Drafter(nnx.Module):
@@ -52,14 +54,15 @@ class Drafter(nnx.Module):
         suffix: KVCache,
         suffix_len: jax.Array,
     ) -> jax.Array:
-        """Features [T, D] of one block, bidirectional inside the block.
+        """Features [T, D] of one block, bidirectional inside the block (but for sliding layers).
 
         Args:
           x: [T, D] target embeddings of the block: anchor, then mask tokens.
           positions: [T] int32 absolute positions.
-          cache: context of committed positions.
+          cache: context of committed positions; slot j holds position j.
           cache_len: () int32, how many of its slots the block sees.
-          suffix: context of the retained suffix (0 slots where there is none).
+          suffix: context of the retained suffix (0 slots where there is none); slot s holds
+            position cache_len + s.
           suffix_len: () int32, how many of its slots the block sees: the offset d.
         """
         rope = make_rope(self.config.rope, self.config.layer.head_dim, positions)
@@ -67,15 +70,24 @@ class Drafter(nnx.Module):
         def visible(num_slots: int, length: jax.Array) -> jax.Array:
             return jnp.broadcast_to(jnp.arange(num_slots)[None, :] < length, (x.shape[0], num_slots))
 
-        cache_mask = visible(cache.num_slots, cache_len)
-        suffix_mask = visible(suffix.num_slots, suffix_len)
-        self_mask = jnp.ones((x.shape[0], x.shape[0]), bool)
+        masks = [
+            visible(cache.num_slots, cache_len),
+            visible(suffix.num_slots, suffix_len),
+            jnp.ones((x.shape[0], x.shape[0]), bool),
+        ]
+        slides, windows = None, []
+        if self.config.sliding_window is not None and self.config.sliding_attention != "ignored":
+            key_pos = (jnp.arange(cache.num_slots), cache_len + jnp.arange(suffix.num_slots), positions)
+            kind, window = self.config.sliding_attention, self.config.sliding_window
+            windows = [window_mask(positions, at, window, kind) for at in key_pos]
+            slides = jnp.array(self.config.sliding_layers)  # [L] bool, scanned with the layers
 
         def run_layer(x, layer_and_context):
-            layer, cache_k, cache_v, suffix_k, suffix_v = layer_and_context
-            segments = [Segment(cache_k, cache_v, cache_mask), Segment(suffix_k, suffix_v, suffix_mask)]
-            x, _, _ = layer(x, rope, segments, self_mask)
+            layer, slides, cache_k, cache_v, suffix_k, suffix_v = layer_and_context
+            seen = masks if slides is None else [m & (w | ~slides) for m, w in zip(masks, windows, strict=True)]
+            segments = [Segment(cache_k, cache_v, seen[0]), Segment(suffix_k, suffix_v, seen[1])]
+            x, _, _ = layer(x, rope, segments, seen[2])
             return x, None
 
-        x, _ = jax.lax.scan(run_layer, x, (self.layers, cache.k, cache.v, suffix.k, suffix.v))
+        x, _ = jax.lax.scan(run_layer, x, (self.layers, slides, cache.k, cache.v, suffix.k, suffix.v))
         return rms_norm(x, self.norm[...], self.config.layer.rms_norm_eps)

@@ -1,4 +1,4 @@
-"""Norm, rotary embedding and the decoder layer that targets and drafters share.
+"""Norm and the decoder layer that targets and drafters share.
 
 Attention runs over *segments*: read-only keys and values that already exist (committed cache,
 retained suffix), each with its own mask, followed by the layer's own tokens. Scores of all
@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-from reanchor_jax.config import LayerConfig, RopeConfig
+from reanchor_jax.config import LayerConfig
+from reanchor_jax.rope import Rope
 
 NEG_INF = -1e30
 """Score of a masked key: finite, so that a fully masked row gives no NaN."""
@@ -30,43 +30,11 @@ class Segment(NamedTuple):
     mask: jax.Array  # [T, S] bool, True = attend
 
 
-class Rope(NamedTuple):
-    """Cosines and sines of some positions."""
-
-    cos: jax.Array  # [T, H] f32
-    sin: jax.Array  # [T, H] f32
-
-
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm over the last axis, in float32, cast back before the weight."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return jnp.reshape(weight, (1,) * (x.ndim - 1) + (-1,)) * x32.astype(x.dtype)
-
-
-def rope_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
-    """Angle per position of each rotated pair, [H // 2] float32.
-
-    `llama3` scaling leaves short wavelengths alone, divides long ones by `factor`, and blends
-    between the two by how many turns fit into the original context.
-    """
-    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    freqs = np.float32(1.0) / np.float32(config.theta) ** exponent
-    if config.scaling is None:
-        return freqs
-    scaling = config.scaling
-    turns = scaling.original_max_position_embeddings * freqs / np.float32(2 * np.pi)
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = np.clip(blend, 0.0, 1.0)  # 0: below low_freq_factor turns, scale fully; 1: leave
-    return ((1 - blend) * freqs / scaling.factor + blend * freqs).astype(np.float32)
-
-
-def make_rope(config: RopeConfig, head_dim: int, positions: jax.Array) -> Rope:
-    """Rotary tables of `positions` [T] int32."""
-    freqs = jnp.asarray(rope_frequencies(config, head_dim))
-    angles = positions.astype(jnp.float32)[:, None] * freqs[None, :]  # [T, H/2]
-    angles = jnp.concatenate([angles, angles], axis=-1)
-    return Rope(jnp.cos(angles), jnp.sin(angles))
 
 
 def apply_rope(x: jax.Array, rope: Rope) -> jax.Array:
@@ -113,11 +81,19 @@ class DecoderLayer(nnx.Module):
         def ones(size: int) -> nnx.Param:
             return nnx.Param(jnp.ones(size, dtype))
 
+        def zeros(size: int) -> nnx.Param:
+            return nnx.Param(jnp.zeros(size, dtype))
+
         self.input_norm = ones(width)
         self.q_proj = matrix(heads, width)
         self.k_proj = matrix(kv_heads, width)
         self.v_proj = matrix(kv_heads, width)
         self.o_proj = matrix(width, heads)
+        has_bias = config.attention_bias
+        self.q_bias = zeros(heads) if has_bias else None
+        self.k_bias = zeros(kv_heads) if has_bias else None
+        self.v_bias = zeros(kv_heads) if has_bias else None
+        self.o_bias = zeros(width) if has_bias else None
         self.q_norm = ones(config.head_dim) if config.qk_norm else None
         self.k_norm = ones(config.head_dim) if config.qk_norm else None
         self.post_attention_norm = ones(width)
@@ -127,15 +103,15 @@ class DecoderLayer(nnx.Module):
 
     def queries(self, x: jax.Array, rope: Rope) -> jax.Array:
         """Normed and rotated queries [T, Q, H] of x [T, D]."""
-        q = _linear(x, self.q_proj).reshape(-1, self.config.num_heads, self.config.head_dim)
+        q = _linear(x, self.q_proj, self.q_bias).reshape(-1, self.config.num_heads, self.config.head_dim)
         if self.q_norm is not None:
             q = rms_norm(q, self.q_norm[...], self.config.rms_norm_eps)
         return apply_rope(q, rope)
 
     def keys_values(self, x: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
         """Normed and rotated keys, and values, each [K, T, H], of x [T, D]."""
-        k = _linear(x, self.k_proj).reshape(-1, self.config.num_kv_heads, self.config.head_dim)
-        v = _linear(x, self.v_proj).reshape(-1, self.config.num_kv_heads, self.config.head_dim)
+        k = _linear(x, self.k_proj, self.k_bias).reshape(-1, self.config.num_kv_heads, self.config.head_dim)
+        v = _linear(x, self.v_proj, self.v_bias).reshape(-1, self.config.num_kv_heads, self.config.head_dim)
         if self.k_norm is not None:
             k = rms_norm(k, self.k_norm[...], self.config.rms_norm_eps)
         return apply_rope(k, rope).transpose(1, 0, 2), v.transpose(1, 0, 2)
@@ -158,7 +134,7 @@ class DecoderLayer(nnx.Module):
             normed = rms_norm(x, self.input_norm[...], self.config.rms_norm_eps)
             k, v = self.keys_values(normed, rope)
             out = attend(self.queries(normed, rope), [*segments, Segment(k, v, self_mask)])
-            x = x + _linear(out.reshape(x.shape[0], -1), self.o_proj)
+            x = x + _linear(out.reshape(x.shape[0], -1), self.o_proj, self.o_bias)
         with jax.named_scope("mlp"):
             normed = rms_norm(x, self.post_attention_norm[...], self.config.rms_norm_eps)
             gated = jax.nn.silu(_linear(normed, self.gate_proj)) * _linear(normed, self.up_proj)
@@ -172,5 +148,6 @@ def stack_layers(config: LayerConfig, num_layers: int, *, dtype: jnp.dtype, rngs
     return jax.vmap(lambda key: DecoderLayer(config, dtype=dtype, rngs=nnx.Rngs(key)))(keys)
 
 
-def _linear(x: jax.Array, weight: nnx.Param) -> jax.Array:
-    return jnp.einsum("td,fd->tf", x, weight[...])
+def _linear(x: jax.Array, weight: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
+    y = jnp.einsum("td,fd->tf", x, weight[...])
+    return y if bias is None else y + bias[...][None]

@@ -19,7 +19,7 @@ from typing import TypeVar
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from reanchor_jax.config import LayerConfig
+from reanchor_jax.config import LayerConfig, LMHeadConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.pair import Pair
@@ -70,6 +70,8 @@ def shard_pair(pair: Pair, mesh: Mesh, axis: str = "model") -> Pair:
 
 def _shard(network: Network, mesh: Mesh, axis: str) -> Network:
     _check_divides(network.config.layer, network.config.vocab_size, mesh.shape[axis])
+    if isinstance(network, Drafter) and isinstance(network.config.head, LMHeadConfig):
+        _check_divides(network.config.layer, network.config.head.draft_vocab_size or 0, mesh.shape[axis])
 
     def place(path: tuple, leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeStruct:
         names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")

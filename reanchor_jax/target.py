@@ -10,7 +10,8 @@ from flax import nnx
 
 from reanchor_jax.cache import KVCache, init_cache
 from reanchor_jax.config import TargetConfig
-from reanchor_jax.layers import Segment, make_rope, rms_norm, stack_layers
+from reanchor_jax.layers import Segment, rms_norm, stack_layers
+from reanchor_jax.rope import make_rope
 
 
 class TargetOutput(NamedTuple):

@@ -21,6 +21,9 @@ LLAMA3 = {
 }
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
 def target_config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
     """A config.json of a target; a change to `...` removes the field."""
     config = {

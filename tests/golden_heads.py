@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -70,12 +70,13 @@ def check_trained_pair(pair: Pair, prompts: Prompts, temperature: float, rule: D
     assert 1 < np.mean(chain.tau) < np.mean(reanchor.tau)
 
 
-def check_random_pair(block_size: int, head: HeadConfig) -> None:
+def check_random_pair(block_size: int, head: HeadConfig, **drafter: Any) -> None:
     """Chain and ReAnchor give plain decoding's text, with a drafter that is hardly ever right.
 
-    The draft rule at temperature 1 changes with the block size, so that a row of sizes meets all.
+    `drafter` are changes to the drafter's config. The draft rule at temperature 1 changes with the
+    block size, so that a row of sizes meets all.
     """
-    pair = make_pair(block_size, head=head)
+    pair = make_pair(block_size, head=head, drafter=drafter)
     rules = get_args(DraftRule)
     for temperature, rule in ((0.0, "greedy"), (1.0, rules[block_size % len(rules)])):
         plain = DecodeConfig(method="ar", temperature=temperature, bucket_nodes=False)

@@ -18,6 +18,7 @@ from reanchor_jax.config import DominoConfig, Llama3Scaling
 from reanchor_jax.target import forward_text
 from tests.checkpoint_folders import (
     LLAMA3,
+    YARN,
     changed,
     drafter_config,
     drafter_tensors,
@@ -118,7 +119,7 @@ BOTH = {  # fields of targets and drafters alike
     "rms_norm_eps": [0, -1e-5, 1.0, float("nan"), float("inf"), "1e-5", None, True, ...],
     "rope_theta": [0, 1, -1.0, float("nan"), float("inf"), HUGE, None, "10000", ...],
     "hidden_act": ["gelu", None, [], ...],
-    "attention_bias": [True, None, 0],
+    "attention_bias": [None, 0, "true"],
     "mlp_bias": [True],
     "partial_rotary_factor": [0.5, 2],
     "quantization_config": [{"quant_method": "gptq"}],
@@ -128,7 +129,13 @@ BOTH = {  # fields of targets and drafters alike
     "model_type": ["gemma3_text", "mistral", None, 3, ["llama"], {}, ...],
     "rope_scaling": [
         {"rope_type": "yarn", "factor": 4.0},
-        {"rope_type": "linear", "factor": 2.0},
+        YARN | {"beta_fast": 1.0},
+        YARN | {"mscale": "1"},
+        YARN | {"truncate": 1},
+        YARN | {"attention_factor": -1.0},
+        YARN | {"low_freq_factor": 1.0},
+        {"rope_type": "linear", "factor": 0},
+        {"rope_type": "linear", "factor": 2.0, "beta_fast": 32},
         {"rope_type": "dynamic", "factor": 2.0},
         {"rope_type": ["llama3"]},
         {"type": "default", "rope_type": "llama3"},
@@ -236,7 +243,6 @@ def test_drafters_of_other_kinds_are_named(tmp_path):
     refuses(read(architectures=["Qwen3DSparkModel"], markov_rank=8), "markov_head_type", "vanilla")
     refuses(read(architectures=["EagleModel"]), "DFlashDraftModel", "DominoDraftModel", "other drafters")
     refuses(read(num_target_layers=2), "target_layer_ids", "0 to 1")
-    refuses(read(layer_types=["sliding_attention", "full_attention"]), "layer_types", "not supported yet")
 
 
 def test_target_and_drafter_are_not_confused(tmp_path):

@@ -133,10 +133,10 @@ def test_tied_head_in_the_file(tmp_path):
     refuses(lambda: load_target(short), "lm_head.weight", "differs")
 
 
-def test_drafter_with_an_embedding_is_refused(tmp_path):
+def test_drafter_with_an_unknown_tensor_is_refused(tmp_path):
     config = drafter_config()
-    tensors = drafter_tensors(config) | {"embed_tokens.weight": np.zeros((160, 64), np.float32)}
-    refuses(lambda: load_drafter(write_folder(tmp_path, config, tensors)), "no place for: embed_tokens.weight")
+    tensors = drafter_tensors(config) | {"embed_positions.weight": np.zeros((160, 64), np.float32)}
+    refuses(lambda: load_drafter(write_folder(tmp_path, config, tensors)), "no place for: embed_positions.weight")
 
 
 def test_drafter_with_another_number_of_taps_is_refused(tmp_path):

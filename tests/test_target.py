@@ -13,7 +13,7 @@ import pytest
 from reanchor_jax.cache import KVCache, init_cache, write_rows
 from reanchor_jax.checkpoint import load_target
 from reanchor_jax.config import Llama3Scaling, RopeConfig
-from reanchor_jax.layers import rope_frequencies
+from reanchor_jax.rope import rope_frequencies
 from reanchor_jax.target import Target, TargetOutput
 
 GOLDEN = Path(__file__).parent / "golden"

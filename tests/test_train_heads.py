@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from reanchor_jax.checkpoint import load_drafter, save_drafter, save_target
-from reanchor_jax.config import DecodeConfig, DominoConfig, DSparkConfig, HeadConfig
+from reanchor_jax.config import DecodeConfig, DominoConfig, DSparkConfig, HeadConfig, LMHeadConfig
 from reanchor_jax.drafter import Drafter
+from reanchor_jax.errors import ReanchorError
 from reanchor_jax.loop import generate
 from reanchor_jax.pair import Pair
 from reanchor_jax.training.calibrate import LEAST_DRAFTS, Outcomes, fit_temperatures, with_temperatures
@@ -71,6 +72,16 @@ def test_only_what_is_trained_changes(pair, head, freeze_backbone, tmp_path):
             continue  # scaled for training and back: equal to rounding
         assert np.array_equal(before[name], after[name]) != changes, name
     assert not {name for name in before if name.startswith("head.")} <= {n for n, t in trained.items() if not t}
+
+
+def test_what_cannot_be_trained_is_named(pair, tmp_path):
+    mapped = make_pair(BLOCK, head=LMHeadConfig(draft_vocab_size=9)).drafter
+    text = Text((1, 2, 3), tuple(range(4, 14)))
+    with pytest.raises(ReanchorError, match="over 9 of 16 tokens"):
+        fit(pair, mapped, [text], tmp_path / "run", steps=1)
+    with pytest.raises(ReanchorError, match="--head needs the backbone of a DFlash drafter"):
+        with_head(pair.target, mapped, DOMINO, seed=0)
+    assert not (tmp_path / "run").exists()
 
 
 def fit(pair: Pair, start: Drafter, texts: list[Text], folder: Path, steps: int, **changes) -> Drafter:

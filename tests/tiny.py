@@ -8,6 +8,7 @@ missing or swapped one shows.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, get_args
@@ -72,8 +73,12 @@ def make_pair(
     width: int = 32,
     seed: int = 0,
     head: HeadConfig = LM_HEAD,
+    drafter: dict[str, Any] | None = None,
 ) -> Pair:
-    """A random float32 pair: a `llama` or `qwen3` target of 3 layers and a drafter of 2."""
+    """A random float32 pair: a `llama` or `qwen3` target of 3 layers and a drafter of 2.
+
+    `drafter` are changes to the drafter's config.
+    """
     target_config = TargetConfig(
         model_type=family,
         vocab_size=vocab_size,
@@ -96,6 +101,7 @@ def make_pair(
         rope=ROPE,
         head=head,
     )
+    drafter_config = dataclasses.replace(drafter_config, **(drafter or {}))
     dtype = jnp.dtype(jnp.float32)
     return Pair(
         _random(lambda: Target(target_config, dtype=dtype, rngs=nnx.Rngs(0)), seed),
@@ -108,6 +114,8 @@ def _random(make: Callable[[], Any], seed: int) -> Any:
     rng = np.random.default_rng(seed)
 
     def fill(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if jnp.issubdtype(leaf.dtype, jnp.integer):  # the map of a reduced vocabulary: 0 1 3 4 6 7 ...
+            return jnp.asarray(np.arange(leaf.size) * 3 // 2, leaf.dtype)
         if "norm" in jax.tree_util.keystr(path):
             values = rng.uniform(0.7, 1.3, leaf.shape)
         else:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-from reanchor_jax.checkpoint import hf_config
+from reanchor_jax.checkpoint import hf_config, kinds, rope_config, speculators
 from reanchor_jax.checkpoint.fields import Fields, read_json
-from reanchor_jax.config import DominoConfig, DrafterConfig, DSparkConfig, HeadConfig, LMHeadConfig, MarkovHead
+from reanchor_jax.config import (
+    DominoConfig,
+    DrafterConfig,
+    DSparkConfig,
+    HeadConfig,
+    LMHeadConfig,
+    MarkovHead,
+    SlidingAttention,
+)
 
 DRAFTER_CLASSES = {
     LMHeadConfig: "DFlashDraftModel",
@@ -28,9 +36,10 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
     """
     path = folder / "config.json"
     fields = Fields(read_json(path), str(path))
-    allowed = ([name] for name in DRAFTER_CLASSES.values())
-    fields.get("architectures")
-    fields.only("architectures", *allowed, why="other drafters are not supported")
+    if speculators.is_speculators(fields.data):
+        fields = Fields(speculators.flatten(fields), str(path))
+    if fields.get_or_none("architectures") not in [[name] for name in DRAFTER_CLASSES.values()]:
+        raise kinds.unsupported(fields)
     # DSpark's own fields are at top level, those of the others in a section.
     is_dspark = fields.get("architectures") == [DRAFTER_CLASSES[DSparkConfig]]
     section = fields if is_dspark else fields.section("dflash_config")
@@ -55,12 +64,13 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
         vocab_size=vocab_size,
         num_layers=num_layers,
         layer=hf_config.read_layer(fields, qk_norm=True, head_dim_required=True),
-        rope=hf_config.read_rope(fields),
+        rope=rope_config.read_rope(fields),
         head=head,
+        **_read_sliding(fields, section, num_layers),
     )
     if section is not fields:
         section.finish()
-    hf_config.only_plain_layers(fields, num_layers)
+    hf_config.only_plain_layers(fields)
     fields.ignore(*hf_config.INERT, *_INERT)
     fields.finish()
     return config
@@ -70,8 +80,9 @@ def is_drafter(path: Path) -> bool:
     """Whether the folder's config.json says that it describes a drafter, of whatever kind."""
     if not path.is_dir():
         return False
-    architectures = str(read_json(path / "config.json").get("architectures"))
-    return "DraftModel" in architectures or "DSpark" in architectures
+    data = read_json(path / "config.json")
+    architectures = str(data.get("architectures"))
+    return "DraftModel" in architectures or "DSpark" in architectures or speculators.is_speculators(data)
 
 
 def _read_dspark(fields: Fields) -> DSparkConfig:
@@ -107,12 +118,17 @@ def _read_dflash(fields: Fields, section: Fields) -> HeadConfig:
     projector = section.get_or_none("projector_type")
     is_domino = fields.get("architectures") == [DRAFTER_CLASSES[DominoConfig]]
     if projector is None and not is_domino:
-        return LMHeadConfig()
+        return _read_lm(fields, section)
     if projector not in ("domino", "causal_v5", *((None,) if is_domino else ())):
         raise section.fail("projector_type", projector, '"domino", or "causal_v5" in older files')
 
     def size(name: str) -> int:
-        return (section if name in section else fields).integer(name, 1, hf_config.MAX_WIDTH)
+        found = {at.integer(name, 1, hf_config.MAX_WIDTH) for at in (fields, section) if name in at}
+        if not found:
+            section.get(name)  # raises: missing
+        if len(found) > 1:
+            raise fields.fail(name, sorted(found), "the same value in dflash_config")
+        return found.pop()
 
     # The format's definition of what is left out, not a guess: no shift, every draft corrected.
     return DominoConfig(
@@ -123,6 +139,55 @@ def _read_dflash(fields: Fields, section: Fields) -> HeadConfig:
         if "pure_draft_prefix_len" in section
         else 0,
     )
+
+
+def _read_lm(fields: Fields, section: Fields) -> LMHeadConfig:
+    """How many tokens the drafter's own LM head has; which weights it has else, the file alone says."""
+    ids = fields.get_or_none("eagle_aux_hidden_state_layer_ids")  # vLLM's numbering of the tapped layers
+    if ids is not None and ids != [layer_id + 1 for layer_id in section.integers("target_layer_ids", 0, 1 << 10)]:
+        raise fields.fail("eagle_aux_hidden_state_layer_ids", ids, "target_layer_ids, each plus one")
+    fields.only("target_hidden_size", None, fields.get("hidden_size"), why="target and drafter are equally wide")
+    if fields.get_or_none("draft_vocab_size") is None:
+        return LMHeadConfig()
+    vocab_size = fields.integer("vocab_size", 1, hf_config.MAX_VOCAB)
+    return LMHeadConfig(draft_vocab_size=fields.integer("draft_vocab_size", 1, vocab_size))
+
+
+def _read_sliding(fields: Fields, section: Fields, num_layers: int) -> dict[str, Any]:
+    """The sliding layers, their window and how it is read; nothing where all layers are full.
+
+    The reading is that of published checkpoints, `causal`, unless the file says otherwise: with
+    vLLM's `causal` (false: symmetric), or with this package's own `sliding_attention`.
+    """
+    types = fields.get_or_none("layer_types")
+    if not isinstance(types, list) or "sliding_attention" not in types:
+        if types == ["full_attention"] * num_layers:
+            fields.ignore("use_sliding_window", "sliding_window")  # of layers that there are none of
+        else:
+            hf_config.only_full_attention(fields, num_layers)
+        section.only("causal", False, why="causal full attention is not supported")
+        return {}
+    if len(types) != num_layers or any(kind not in ("sliding_attention", "full_attention") for kind in types):
+        expected = f'"sliding_attention" or "full_attention" for each of the {num_layers} layers'
+        raise fields.fail("layer_types", types, expected)
+    if not fields.boolean("use_sliding_window"):
+        raise fields.fail("use_sliding_window", False, "true, since layer_types names sliding layers")
+    layers = tuple(kind == "sliding_attention" for kind in types)
+    causal = section.boolean("causal") if "causal" in section else None
+    if causal and not all(layers):
+        raise section.fail("causal", True, "false or nothing: causal full attention is not supported")
+    attention: SlidingAttention = "symmetric" if causal is False else "causal"
+    if "sliding_attention" in section:
+        own = section.get("sliding_attention")
+        if own not in get_args(SlidingAttention) or (causal is not None and own != attention):
+            expected = f"one of {', '.join(get_args(SlidingAttention))}, not against causal"
+            raise section.fail("sliding_attention", own, expected)
+        attention = own
+    return {
+        "sliding_layers": layers,
+        "sliding_window": fields.integer("sliding_window", 1, rope_config.MAX_POSITIONS),
+        "sliding_attention": attention,
+    }
 
 
 def _block_size(fields: Fields, section: Fields) -> int:

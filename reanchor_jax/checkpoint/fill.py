@@ -14,6 +14,7 @@ from reanchor_jax.config import LayerConfig
 from reanchor_jax.errors import ReanchorError
 
 M = TypeVar("M", bound=nnx.Module)
+_INTEGERS = ("I64", "I32")
 _NAMED = 4  # how many tensors of one kind an error names
 
 
@@ -99,7 +100,8 @@ def compare(
         expected = expected if slot.layer is None else expected[1:]
         if found.shape != expected:
             shapes.append(f"{name} is {_show(found.shape)}, expected {_show(expected)}")
-        if found.dtype not in dtypes:
+        whole = np.issubdtype(parameters[slot.path].dtype, np.integer)
+        if found.dtype not in (_INTEGERS if whole else dtypes):
             bad_dtypes.append(f"{name} is {found.dtype}")
     filled = {slot.path for slot in slots.values()}
     return Fit(

@@ -15,14 +15,13 @@ from reanchor_jax.checkpoint.hf_config import (
     MAX_HEAD_DIM,
     MAX_LAYERS,
     MAX_MLP_WIDTH,
-    MAX_POSITIONS,
-    MAX_THETA,
     MAX_VOCAB,
     MAX_WIDTH,
 )
+from reanchor_jax.checkpoint.rope_config import MAX_POSITIONS, MAX_THETA
 from reanchor_jax.config import LayerConfig, Llama3Scaling, RopeConfig, TargetConfig
 from reanchor_jax.errors import ReanchorError
-from reanchor_jax.layers import rope_frequencies
+from reanchor_jax.rope import rope_frequencies
 
 _PREFIXES = ("llama.", "tokenizer.ggml.")
 _FACTORS = "rope_freqs.weight"

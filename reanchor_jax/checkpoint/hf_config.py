@@ -10,11 +10,12 @@ import dataclasses
 from pathlib import Path
 
 from reanchor_jax.checkpoint.fields import Fields, read_json
-from reanchor_jax.config import LayerConfig, Llama3Scaling, RopeConfig, TargetConfig
+from reanchor_jax.checkpoint.rope_config import MAX_POSITIONS, read_rope
+from reanchor_jax.config import LayerConfig, TargetConfig
 from reanchor_jax.errors import ReanchorError
 
-MAX_VOCAB, MAX_WIDTH, MAX_LAYERS, MAX_POSITIONS = 1 << 22, 1 << 17, 1 << 10, 1 << 28
-MAX_MLP_WIDTH, MAX_HEAD_DIM, MAX_THETA = 1 << 20, 1 << 14, 1e12
+MAX_VOCAB, MAX_WIDTH, MAX_LAYERS = 1 << 22, 1 << 17, 1 << 10
+MAX_MLP_WIDTH, MAX_HEAD_DIM = 1 << 20, 1 << 14
 """Bounds far above any model, so that a damaged number is named before anything is allocated."""
 
 # fmt: off
@@ -74,7 +75,8 @@ def read_target_config(folder: Path) -> TargetConfig:
         else fields.integer("bos_token_id", 0, vocab_size - 1),
         eos_token_ids=_eos_ids(fields, vocab_size),
     )
-    only_plain_layers(fields, num_layers)
+    only_plain_layers(fields)
+    only_full_attention(fields, num_layers)
     fields.ignore(*INERT)
     fields.finish()
     generation = folder / "generation_config.json"
@@ -111,75 +113,28 @@ def read_layer(fields: Fields, *, qk_norm: bool, head_dim_required: bool) -> Lay
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps", above=0, below=1),
         qk_norm=qk_norm,
+        attention_bias=fields.boolean("attention_bias") if "attention_bias" in fields else False,
     )
 
 
-def read_rope(fields: Fields) -> RopeConfig:
-    """The rotary embedding: `rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`.
-
-    A base or scaling that is given twice must be the same twice. A missing base is an error.
-    """
-    thetas, scalings = [], []
-    if "rope_theta" in fields:
-        thetas.append(fields.number("rope_theta", above=1, below=MAX_THETA))
-    for name in ("rope_scaling", "rope_parameters"):
-        if fields.get_or_none(name) is None:
-            if name == "rope_scaling" and name in fields:
-                scalings.append(None)
-            continue
-        section = fields.section(name)
-        if "rope_theta" in section:
-            thetas.append(section.number("rope_theta", above=1, below=MAX_THETA))
-        scalings.append(_read_scaling(section))
-    if not thetas:
-        raise ReanchorError(f"{fields.where}: rope_theta is missing; add it, no default is assumed")
-    if len(set(thetas)) > 1:
-        raise fields.fail("rope_theta", thetas, "one value in all places")
-    if len(set(scalings)) > 1:
-        raise fields.fail("rope_scaling", scalings, "the same scaling as in rope_parameters")
-    return RopeConfig(theta=thetas[0], scaling=scalings[0] if scalings else None)
-
-
-def only_plain_layers(fields: Fields, num_layers: int) -> None:
-    """Refuses what the layer does not compute: biases, sliding windows, partial rotary, quantization."""
-    fields.only("attention_bias", False)
+def only_plain_layers(fields: Fields) -> None:
+    """Refuses what the layer does not compute: biases of the MLP, partial rotary, quantization."""
     fields.only("mlp_bias", False)
     fields.only("rope_interleaved", False)
     fields.only("partial_rotary_factor", 1, 1.0, None)
     fields.only("quantization_config", None, why="quantized checkpoints are not supported, use the original")
-    fields.only("use_sliding_window", False, why="sliding-window attention is not supported yet")
+
+
+def only_full_attention(fields: Fields, num_layers: int) -> None:
+    """Refuses sliding windows."""
+    fields.only("use_sliding_window", False, why="sliding-window attention is not supported here")
     if fields.data.get("use_sliding_window") is None:
-        fields.only("sliding_window", None, why="sliding-window attention is not supported yet")
+        fields.only("sliding_window", None, why="sliding-window attention is not supported here")
     fields.ignore("sliding_window")
     layer_types = fields.get_or_none("layer_types")
     if layer_types is not None and layer_types != ["full_attention"] * num_layers:
-        expected = f'"full_attention" for each of the {num_layers} layers; other attention is not supported yet'
+        expected = f'"full_attention" for each of the {num_layers} layers; other attention is not supported here'
         raise fields.fail("layer_types", layer_types, expected)
-
-
-def _read_scaling(section: Fields) -> Llama3Scaling | None:
-    kinds = [section.get(name) for name in ("rope_type", "type") if name in section]
-    if not kinds or kinds[0] != kinds[-1]:
-        raise section.fail("rope_type", kinds, "one type of scaling")
-    kind = kinds[0]
-    section.only("partial_rotary_factor", 1, 1.0)
-    section.ignore("rope_theta")
-    if kind == "default":
-        section.finish()
-        return None
-    if kind != "llama3":
-        raise section.fail("rope_type", kind, '"default" or "llama3"; other scalings are not supported')
-    scaling = Llama3Scaling(
-        factor=section.number("factor", above=0, below=1e6),
-        low_freq_factor=section.number("low_freq_factor", above=0, below=1e6),
-        high_freq_factor=section.number("high_freq_factor", above=0, below=1e6),
-        original_max_position_embeddings=section.integer("original_max_position_embeddings", 1, MAX_POSITIONS),
-    )
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        expected = f"more than low_freq_factor, {scaling.low_freq_factor:g}"
-        raise section.fail("high_freq_factor", scaling.high_freq_factor, expected)
-    section.finish()
-    return scaling
 
 
 def _eos_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
@@ -196,6 +151,7 @@ def _refuse_drafter(fields: Fields) -> None:
     if (
         "dflash_config" in fields
         or "markov_rank" in fields
+        or "speculators_model_type" in fields
         or "DFlashDraftModel" in str(fields.data.get("architectures"))
     ):
         raise ReanchorError(f"{fields.where} describes a drafter; expected a target: load it with load_drafter")

@@ -8,8 +8,10 @@ from pathlib import Path
 from reanchor_jax.errors import ReanchorError
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
-"""Configs, weights and tokenizer files: never code, never pickles."""
+MASK_EMBEDDING_FILE = "mask_embedding.pt"
+_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", MASK_EMBEDDING_FILE]
+"""Configs, weights and tokenizer files: never code. The one pickle is never opened: fetched, it is
+seen that a drafter has one, and that loading the rest alone would be wrong."""
 
 
 def resolve(source: str | Path, revision: str | None = None) -> Path:

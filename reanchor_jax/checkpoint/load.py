@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -11,15 +12,19 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from reanchor_jax.checkpoint import kinds, vocab_map
 from reanchor_jax.checkpoint.drafter_config import read_drafter_config
 from reanchor_jax.checkpoint.fill import Fit, TensorSource, compare, fill, named_parameters
 from reanchor_jax.checkpoint.gguf_source import GGUFSource, is_gguf
 from reanchor_jax.checkpoint.hf_config import read_target_config
-from reanchor_jax.checkpoint.hub import resolve
+from reanchor_jax.checkpoint.hub import MASK_EMBEDDING_FILE, resolve
 from reanchor_jax.checkpoint.rules import (
     EMBEDDING_NAME,
     HEAD_NAME,
+    MASK_EMBEDDING_NAME,
     OLD_HEAD_PREFIX,
+    OWN_EMBEDDING_NAME,
+    OWN_HEAD_NAME,
     Slot,
     drafter_rules,
     expand,
@@ -27,6 +32,7 @@ from reanchor_jax.checkpoint.rules import (
     target_rules,
 )
 from reanchor_jax.checkpoint.safetensors_source import SafetensorsSource
+from reanchor_jax.config import DrafterConfig, LMHeadConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.target import Target
@@ -53,6 +59,10 @@ class Plan(NamedTuple, Generic[M]):
         self.check()
         if HEAD_NAME in self.source.tensors and HEAD_NAME not in self.slots:
             _check_tied(self.source)
+        for name, slot in self.slots.items():
+            if slot.transform == "offsets_to_ids":
+                marks = self.source.read(vocab_map.MARKS) if vocab_map.MARKS in self.source.tensors else None
+                vocab_map.check(self.source.name, self.source.read(name), marks, self.abstract.config.vocab_size)
         return fill(self.abstract, self.source, self.slots, self.abstract.config.layer)
 
 
@@ -72,7 +82,11 @@ def load_target(source: str | Path, *, dtype: DTypeLike = jnp.float32, revision:
 
 
 def load_drafter(source: str | Path, *, dtype: DTypeLike = jnp.float32, revision: str | None = None) -> Drafter:
-    """Loads a DFlash or Domino drafter in z-lab's format; arguments and errors are those of `load_target`."""
+    """Loads a DFlash, Domino or DSpark drafter; arguments and errors are those of `load_target`.
+
+    A folder is in the format of its kind's authors (DFlash: z-lab), or holds a DFlash drafter of the
+    speculators library.
+    """
     return plan_drafter(resolve(source, revision), float_dtype(dtype)).run()
 
 
@@ -99,11 +113,34 @@ def plan_drafter(path: Path, dtype: jnp.dtype) -> Plan[Drafter]:
     if not path.is_dir():
         raise ReanchorError(f"{path} is a file; expected a drafter's folder with config.json and safetensors")
     config, source = read_drafter_config(path), SafetensorsSource(path)
+    kinds.check_tensors(source.name, source.tensors, config)
+    config = _with_own_parts(config, path, source)
     old = any(name.startswith(OLD_HEAD_PREFIX) for name in source.tensors)
     slots = expand(drafter_rules(config, OLD_HEAD_PREFIX if old else ""), config.num_layers)
+    if vocab_map.VLLM_OFFSETS in source.tensors and vocab_map.OFFSETS in slots:
+        slots[vocab_map.VLLM_OFFSETS] = slots.pop(vocab_map.OFFSETS)
+    copies = (vocab_map.MARKS,) if any(slot.transform == "offsets_to_ids" for slot in slots.values()) else ()
     abstract = jax.eval_shape(lambda: Drafter(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    fit = compare(source.tensors, slots, named_parameters(abstract), source.dtypes)
+    fit = compare(source.tensors, slots, named_parameters(abstract), source.dtypes, copies)
     return Plan(source, slots, abstract, fit)
+
+
+def _with_own_parts(config: DrafterConfig, path: Path, source: TensorSource) -> DrafterConfig:
+    """The config of a DFlash head with the weights that the file holds: its config does not name them."""
+    if not isinstance(config.head, LMHeadConfig):
+        return config
+    own_mask = MASK_EMBEDDING_NAME in source.tensors
+    if not own_mask and (path / MASK_EMBEDDING_FILE).exists():
+        raise ReanchorError(
+            f"{path / MASK_EMBEDDING_FILE} holds a mask embedding, in a pickle, which is never opened; "
+            f"move it into the safetensors as tensor {MASK_EMBEDDING_NAME} of {config.layer.hidden_size} numbers"
+        )
+    rows = config.head.draft_vocab_size
+    if rows in (None, config.vocab_size):  # a full head is the file's where it is there, else the target's
+        rows = config.vocab_size if OWN_HEAD_NAME in source.tensors else None
+    own_embedding = OWN_EMBEDDING_NAME in source.tensors
+    head = LMHeadConfig(own_embedding=own_embedding, draft_vocab_size=rows, mask_embedding=own_mask)
+    return dataclasses.replace(config, head=head)
 
 
 def float_dtype(dtype: DTypeLike) -> jnp.dtype:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reanchor_jax.config import DominoConfig, DrafterConfig, DSparkConfig, HeadConfig, LayerConfig, TargetConfig
+from reanchor_jax.checkpoint import vocab_map
+from reanchor_jax.config import DominoConfig, DrafterConfig, DSparkConfig, LayerConfig, LMHeadConfig, TargetConfig
 
 
 class Rule(NamedTuple):
@@ -50,6 +51,12 @@ _QK_NORM = (
     Rule("layers.{layer}.self_attn.q_norm.weight", "layers.q_norm"),
     Rule("layers.{layer}.self_attn.k_norm.weight", "layers.k_norm"),
 )
+_ATTENTION_BIAS = (
+    Rule("layers.{layer}.self_attn.q_proj.bias", "layers.q_bias"),
+    Rule("layers.{layer}.self_attn.k_proj.bias", "layers.k_bias"),
+    Rule("layers.{layer}.self_attn.v_proj.bias", "layers.v_bias"),
+    Rule("layers.{layer}.self_attn.o_proj.bias", "layers.o_bias"),
+)
 _DFLASH = (
     Rule("fc.weight", "fc"),
     Rule("hidden_norm.weight", "hidden_norm"),
@@ -61,10 +68,10 @@ _DOMINO = (
     Rule("embed_proj.0.weight", "head.proj_in"),
     Rule("embed_proj.2.weight", "head.proj_out"),
 )
-_DSPARK = (
-    Rule("embed_tokens.weight", "head.embedding"),
-    Rule("lm_head.weight", "head.lm_head"),
-)
+_OWN_EMBEDDING = Rule("embed_tokens.weight", "head.embedding")
+_OWN_HEAD = Rule("lm_head.weight", "head.lm_head")
+_VOCAB_MAP = Rule(vocab_map.OFFSETS, "head.target_ids", "offsets_to_ids")
+_MASK_EMBEDDING = Rule("mask_embedding", "head.mask_embedding")
 _MARKOV = (
     Rule("markov_head.markov_w1.weight", "head.markov_in"),
     Rule("markov_head.markov_w2.weight", "head.markov_out"),
@@ -90,16 +97,22 @@ _GGUF_LLAMA = (
     Rule("blk.{layer}.ffn_down.weight", "layers.down_proj"),
 )
 
+OWN_EMBEDDING_NAME, OWN_HEAD_NAME = _OWN_EMBEDDING.source, _OWN_HEAD.source
+MASK_EMBEDDING_NAME = _MASK_EMBEDDING.source
 HEAD_NAME, EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
 
-IGNORED = (re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"), re.compile(r"rope_freqs\.weight"))
-"""Tensors that are no parameters: rotary frequencies, which the config defines. (Those of a GGUF
-file are compared with the config where it is read.)"""
+IGNORED = (
+    re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),
+    re.compile(r"rope_freqs\.weight"),
+    re.compile(r"verifier_(norm|lm_head)\.weight"),
+)
+"""Tensors that are no parameters: rotary frequencies, which the config defines (those of a GGUF file
+are compared with the config where it is read), and copies of the target's that training used."""
 
 
 def target_rules(config: TargetConfig) -> tuple[Rule, ...]:
     """Rules of a `llama` or `qwen3` folder in Hugging Face's format."""
-    layer = _LAYER + (_QK_NORM if config.layer.qk_norm else ())
+    layer = _layer_rules(config.layer)
     rules = (
         Rule(EMBEDDING_NAME, "embedding"),
         Rule("model.norm.weight", "final_norm"),
@@ -109,17 +122,34 @@ def target_rules(config: TargetConfig) -> tuple[Rule, ...]:
 
 
 def drafter_rules(config: DrafterConfig, head_prefix: str = "") -> tuple[Rule, ...]:
-    """Rules of a drafter in z-lab's format: no embedding and no LM head of its own."""
-    head = tuple(rule._replace(source=head_prefix + rule.source) for rule in _head_rules(config.head))
-    return _DFLASH + _LAYER + (_QK_NORM if config.layer.qk_norm else ()) + head
+    """Rules of a drafter in z-lab's format."""
+    head = tuple(rule._replace(source=head_prefix + rule.source) for rule in _head_rules(config))
+    return _DFLASH + _layer_rules(config.layer) + head
 
 
-def _head_rules(head: HeadConfig) -> tuple[Rule, ...]:
+def _layer_rules(layer: LayerConfig) -> tuple[Rule, ...]:
+    return _LAYER + (_QK_NORM if layer.qk_norm else ()) + (_ATTENTION_BIAS if layer.attention_bias else ())
+
+
+def _head_rules(config: DrafterConfig) -> tuple[Rule, ...]:
+    head = config.head
     if isinstance(head, DominoConfig):
         return _DOMINO
-    if not isinstance(head, DSparkConfig):
-        return ()
-    rules = _DSPARK + (_MARKOV if head.markov_rank else ()) + (_CONFIDENCE if head.enable_confidence_head else ())
+    if isinstance(head, LMHeadConfig):
+        has_head = head.draft_vocab_size is not None
+        parts = (
+            (_OWN_EMBEDDING, head.own_embedding),
+            (_OWN_HEAD, has_head),
+            (_VOCAB_MAP, has_head and head.draft_vocab_size != config.vocab_size),
+            (_MASK_EMBEDDING, head.mask_embedding),
+        )
+        return tuple(rule for rule, is_there in parts if is_there)
+    assert isinstance(head, DSparkConfig)
+    rules = (
+        (_OWN_EMBEDDING, _OWN_HEAD)
+        + (_MARKOV if head.markov_rank else ())
+        + (_CONFIDENCE if head.enable_confidence_head else ())
+    )
     if mix := _MIX.get(head.markov_head_type or ""):
         rules += (Rule(f"markov_head.{mix}.weight", "head.mix"), Rule(f"markov_head.{mix}.bias", "head.mix_bias"))
     return rules
@@ -156,6 +186,7 @@ def pairs_to_halves(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 TRANSFORMS: dict[str, Callable[[np.ndarray, LayerConfig], np.ndarray]] = {
     "copy": lambda weight, _: weight,
+    "offsets_to_ids": lambda offsets, _: vocab_map.to_ids(offsets),
     "pairs_to_halves_q": lambda weight, layer: pairs_to_halves(weight, layer.num_heads),
     "pairs_to_halves_k": lambda weight, layer: pairs_to_halves(weight, layer.num_kv_heads),
 }

@@ -15,13 +15,15 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from reanchor_jax.checkpoint import vocab_map
 from reanchor_jax.checkpoint.drafter_config import DRAFTER_CLASSES
 from reanchor_jax.checkpoint.fill import named_parameters
 from reanchor_jax.checkpoint.hf_config import CLASSES
 from reanchor_jax.checkpoint.load import float_dtype
+from reanchor_jax.checkpoint.rope_config import SCALINGS
 from reanchor_jax.checkpoint.rules import Rule, drafter_rules, expand, target_rules
 from reanchor_jax.checkpoint.safetensors_source import SINGLE
-from reanchor_jax.config import DominoConfig, DSparkConfig, LayerConfig, RopeConfig
+from reanchor_jax.config import DominoConfig, DSparkConfig, LayerConfig, LMHeadConfig, RopeConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.target import Target
@@ -67,8 +69,16 @@ def save_drafter(drafter: Drafter, folder: str | Path, *, dtype: DTypeLike = jnp
     if not config.layer.qk_norm:
         raise ReanchorError("the drafter's qk_norm is False; expected True, the DFlash format has no other layers")
     own = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
+    top = {}
+    if isinstance(config.head, LMHeadConfig) and config.head.draft_vocab_size is not None:
+        top["draft_vocab_size"] = config.head.draft_vocab_size
     if isinstance(config.head, DominoConfig):
         own |= {"projector_type": "domino", **vars(config.head)}
+    slides = config.sliding_layers or (False,) * config.num_layers
+    if config.sliding_window is not None:
+        own["sliding_attention"] = config.sliding_attention
+    if config.sliding_attention == "symmetric":
+        own["causal"] = False  # says the same to vLLM
     if isinstance(config.head, DSparkConfig):
         own |= {name: value for name, value in vars(config.head).items() if value is not None}
     else:
@@ -77,13 +87,14 @@ def save_drafter(drafter: Drafter, folder: str | Path, *, dtype: DTypeLike = jnp
         "architectures": [DRAFTER_CLASSES[type(config.head)]],
         "model_type": "qwen3",
         "block_size": config.num_slots,
-        "layer_types": ["full_attention"] * config.num_layers,
+        "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
         "num_hidden_layers": config.num_layers,
-        "sliding_window": None,
+        "sliding_window": config.sliding_window,
         "tie_word_embeddings": False,
-        "use_sliding_window": False,
+        "use_sliding_window": config.sliding_window is not None,
         "vocab_size": config.vocab_size,
         **own,
+        **top,
         **_layer_fields(config.layer, config.rope),
     }
     if config.target_num_layers is not None:
@@ -93,9 +104,12 @@ def save_drafter(drafter: Drafter, folder: str | Path, *, dtype: DTypeLike = jnp
 
 def _layer_fields(layer: LayerConfig, rope: RopeConfig) -> dict[str, Any]:
     """Fields of the layer, rotary embedding in the older spelling, which every reader knows."""
-    scaling = None if rope.scaling is None else {"rope_type": "llama3", **vars(rope.scaling)}
+    scaling = None
+    if rope.scaling is not None:
+        given = {name: value for name, value in vars(rope.scaling).items() if value is not None}
+        scaling = {"rope_type": SCALINGS[type(rope.scaling)], **given}
     return {
-        "attention_bias": False,
+        "attention_bias": layer.attention_bias,
         "head_dim": layer.head_dim,
         "hidden_act": "silu",
         "hidden_size": layer.hidden_size,
@@ -112,11 +126,15 @@ def _tensors(
     module: Target | Drafter, rules: tuple[Rule, ...], num_layers: int, dtype: jnp.dtype
 ) -> dict[str, np.ndarray]:
     """The file's tensors: rows of the stacked parameters, by the names that loading expects."""
-    arrays = {path: np.asarray(leaf).astype(dtype) for path, leaf in named_parameters(module).items()}
-    return {
-        name: arrays[slot.path] if slot.layer is None else arrays[slot.path][slot.layer]
-        for name, slot in expand(rules, num_layers).items()
-    }
+    arrays = {path: np.asarray(leaf) for path, leaf in named_parameters(module).items()}
+    tensors = {}
+    for name, slot in expand(rules, num_layers).items():
+        if slot.transform == "offsets_to_ids":
+            tensors |= vocab_map.to_tensors(arrays[slot.path], module.config.vocab_size)
+        else:
+            array = arrays[slot.path]
+            tensors[name] = (array if slot.layer is None else array[slot.layer]).astype(dtype)
+    return tensors
 
 
 def _write(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], dtype: jnp.dtype) -> None:

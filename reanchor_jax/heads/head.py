@@ -17,7 +17,7 @@ class Drafts(NamedTuple):
     """Drafts of A blocks."""
 
     tokens: jax.Array  # [A, B-1] int32
-    logits: jax.Array  # [A, B-1, V] f32, of which each token was chosen
+    logits: jax.Array  # [A, B-1, V] f32, of which each token was chosen; V': those that the head can draft
     confidence: jax.Array | None = None  # [A, B-1] f32 logit of being accepted if those before it are
 
 

@@ -77,7 +77,15 @@ def new_drafter_config(
 
 
 def with_head(target: Target, drafter: Drafter, head: HeadConfig, seed: int) -> Drafter:
-    """The drafter's backbone under a fresh head, which starts without corrections (float32)."""
+    """The drafter's backbone under a fresh head, which starts without corrections (float32).
+
+    Raises:
+      ReanchorError: a drafter with another head, or with an embedding or LM head of its own.
+    """
+    if drafter.config.head != LMHeadConfig():
+        raise ReanchorError(
+            f"--head needs the backbone of a DFlash drafter without other weights, got {drafter.config.head}"
+        )
     config = dataclasses.replace(drafter.config, head=head)
     fresh = Drafter(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
     fresh.head.start_from(target)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from reanchor_jax.checkpoint import save_drafter
-from reanchor_jax.config import DecodeConfig
+from reanchor_jax.config import DecodeConfig, LMHeadConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.pair import Pair, check_pair
@@ -110,7 +110,13 @@ def train(
       KeyboardInterrupt: after SIGINT or SIGTERM, once the last step's checkpoint is written.
     """
     config.optimizer.validate()
+    vocab_size = target.config.vocab_size
     check_pair(target, start)
+    if isinstance(start.config.head, LMHeadConfig) and start.config.head.draft_vocab_size not in (None, vocab_size):
+        raise ReanchorError(
+            f"the drafter has an LM head over {start.config.head.draft_vocab_size} of {vocab_size} tokens; "
+            "expected one over all: reduced vocabularies are not trained"
+        )
     batches = make_batches(texts, config.num_rows, config.seed)
     smallest = min(batch.tokens.shape[1] for batch in [*batches, *make_batches(held_out, config.num_rows, 0)])
     if not 1 <= config.num_anchors <= smallest:

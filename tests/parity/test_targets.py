@@ -17,11 +17,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from reanchor_jax.checkpoint import load_target
+from reanchor_jax.checkpoint.hf_config import read_target_config
 from reanchor_jax.config import DecodeConfig
 from reanchor_jax.loop import generate
 from reanchor_jax.pair import Pair
+from reanchor_jax.rope import attention_factor, rope_frequencies
 from reanchor_jax.target import forward_text
 
 TOLERANCE = 2e-4
@@ -51,6 +54,15 @@ def llama3(factor: float = 8.0, low: float = 1.0, high: float = 4.0, positions: 
         "factor": factor,
         "low_freq_factor": low,
         "high_freq_factor": high,
+        "original_max_position_embeddings": positions,
+    }
+
+
+def yarn(factor: float = 4.0, positions: int = 16) -> dict[str, Any]:
+    return {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": factor,
         "original_max_position_embeddings": positions,
     }
 
@@ -102,7 +114,24 @@ SHAPES = st.fixed_dictionaries(
         "intermediate_size": st.sampled_from([16, 80]),
         "rms_norm_eps": st.sampled_from([1e-6, 1e-2]),
         "tie_word_embeddings": st.booleans(),
+        "attention_bias": st.booleans(),
     }
+)
+LINEAR_ROPES = st.sampled_from([2.0, 5.0]).map(
+    lambda factor: {"rope_type": "linear", "rope_theta": 10000.0, "factor": factor}
+)
+YARN_ROPES = st.builds(
+    lambda factor, positions, extra: yarn(factor, positions) | extra,
+    st.sampled_from([1.0, 2.0, 8.0]),
+    st.sampled_from([16, 64]),
+    st.sampled_from(
+        [
+            {},
+            {"beta_fast": 8.0, "beta_slow": 2.0, "truncate": False},
+            {"attention_factor": 1.3},
+            {"mscale": 0.7, "mscale_all_dim": 0.3},
+        ]
+    ),
 )
 DEFAULT_ROPES = st.sampled_from([100.0, 1e4, 1e6]).map(lambda theta: {"rope_type": "default", "rope_theta": theta})
 LLAMA3_ROPES = st.builds(
@@ -115,7 +144,7 @@ LLAMA3_ROPES = st.builds(
 
 @pytest.mark.parametrize("model_type", CONFIGS)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(shape=SHAPES, rope=DEFAULT_ROPES | LLAMA3_ROPES)
+@given(shape=SHAPES, rope=DEFAULT_ROPES | LLAMA3_ROPES | LINEAR_ROPES | YARN_ROPES)
 def test_random_configs(tmp_path_factory, model_type, shape, rope):
     changes = shape | {"rope_parameters": rope}
     assert_parity(tmp_path_factory.mktemp("model"), model_type, changes, num_tokens=40)
@@ -123,8 +152,14 @@ def test_random_configs(tmp_path_factory, model_type, shape, rope):
 
 @pytest.mark.parametrize(
     ("model_type", "rope"),
-    [("llama", BASE["rope_parameters"]), ("llama", llama3(positions=512)), ("qwen3", BASE["rope_parameters"])],
-    ids=["llama", "llama3", "qwen3"],
+    [
+        ("llama", BASE["rope_parameters"]),
+        ("llama", llama3(positions=512)),
+        ("qwen3", BASE["rope_parameters"]),
+        ("qwen3", {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}),
+        ("llama", yarn(positions=512)),
+    ],
+    ids=["llama", "llama3", "qwen3", "linear", "yarn"],
 )
 def test_long_prompt(tmp_path, model_type, rope):
     """4096 tokens: a rotary error grows with the position."""
@@ -138,6 +173,10 @@ CHANGES = {
     "llama3": {"rope_parameters": llama3(positions=16)},
     "low_freq_factor": {"rope_parameters": llama3(positions=16, low=2.0)},
     "factor": {"rope_parameters": llama3(positions=16, factor=2.0)},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    "yarn": {"rope_parameters": yarn(positions=256)},
+    "beta_fast": {"rope_parameters": yarn(positions=256) | {"beta_fast": 2.0}},
+    "attention_factor": {"rope_parameters": yarn(positions=256) | {"attention_factor": 1.5}},
 }
 """Fields that leave the weights alone: the same ones are drawn for each."""
 
@@ -150,6 +189,30 @@ def test_every_field_that_matters_changes_the_output_as_theirs(tmp_path, model_t
     }
     for one, other in itertools.combinations(logits, 2):
         assert np.abs(logits[one] - logits[other]).max() > 100 * TOLERANCE, (one, other)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        llama3(positions=512),
+        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
+        yarn(4.0, 512),
+        yarn(8.0, 512) | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+        yarn(8.0, 512) | {"mscale": 0.7, "mscale_all_dim": 0.3},
+        yarn(1.0, 512),
+        yarn(40.0, 4096) | {"attention_factor": 1.25},
+    ],
+)
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_rope_frequencies_and_attention_factor(tmp_path, scaling, head_dim):
+    """`ROPE_INIT_FUNCTIONS` itself."""
+    config = Qwen3Config(**(BASE | {"head_dim": head_dim, "rope_parameters": scaling}))
+    want, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    rope = read_target_config(tmp_path).rope
+    np.testing.assert_allclose(rope_frequencies(rope, head_dim), want.numpy(), rtol=1e-6)
+    np.testing.assert_allclose(attention_factor(rope), factor, rtol=1e-12)
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
