@@ -16,7 +16,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from reanchor_jax import DecodeConfig, Pair, load_pair
+from reanchor_jax import DecodeConfig, Pair, ReanchorError, load_pair
 from reanchor_jax.cli import process
 from reanchor_jax.config import DominoConfig, DSparkConfig, HeadConfig
 from reanchor_jax.default_pair import DEFAULT_PAIR
@@ -47,7 +47,8 @@ def main() -> int:
     parser.add_argument("--gru", type=int, default=256)
     options = parser.parse_args()
     own = load_pair(options.target, options.drafter)
-    assert own.drafter is not None
+    if own.drafter is None:
+        raise ReanchorError("--drafter is missing; expected a DFlash drafter for the target")
     programs = {}
     for name, head in heads(options.rank, options.gru).items():
         drafter = own.drafter if head is None else with_head(own.target, own.drafter, head, seed=0)
@@ -69,7 +70,8 @@ def main() -> int:
             jax.block_until_ready(program(pair, state, noise=None))
             seconds[name].append(time.perf_counter() - start)
     base = statistics.median(seconds["dflash"])
-    print("| head | ms to draft 16 blocks | against dflash | compile s |\n|---|---|---|---|")
+    num_blocks = own.drafter.config.block_size
+    print(f"| head | ms to draft {num_blocks} blocks | against dflash | compile s |\n|---|---|---|---|")
     for name, (_, _, _, compiling) in programs.items():
         median = statistics.median(seconds[name])
         print(f"| {name} | {1000 * median:.0f} | {median / base:.2f} | {compiling:.1f} |")

@@ -30,10 +30,11 @@ from reanchor_jax import DecodeConfig, Pair, ReanchorError, generate, load_pair
 from reanchor_jax.cli import process
 from reanchor_jax.config import AttachRule, DraftRule, Schedule
 from reanchor_jax.default_pair import DEFAULT_PAIR, default_target_path
+from reanchor_jax.drafter import Drafter
+from reanchor_jax.files import write_whole
 from reanchor_jax.pair import block_size
 from reanchor_jax.profile import load_profile
 from reanchor_jax.tokenizer import ChatTokenizer, load_tokenizer
-from reanchor_jax.training.checkpoints import write_whole
 
 TASKS = ("gsm8k", "humaneval", "mbpp", "mt-bench", "alpaca")
 
@@ -65,7 +66,12 @@ def settings(
     schedule: dict[str, Any],
 ) -> dict[str, DecodeConfig]:
     """Names and configs; plain decoding of a temperature comes before what is held against it."""
-    cut = "" if schedule["schedule"] == "none" else f" schedule={schedule['schedule']}"
+    cut = ""
+    if schedule["schedule"] == "threshold":
+        cut = f" threshold={schedule['confidence_threshold']:g}"
+    if schedule["schedule"] == "hardware":
+        costs = hashlib.sha256(repr(schedule["costs"]).encode()).hexdigest()[:6]
+        cut = f" costs={costs}"
     budget = "".join(f" {name}={n}" for name, n in (("nodes", nodes), ("offsets", offsets)) if n is not None)
     table = {}
     for temperature in temperatures:
@@ -82,10 +88,10 @@ def settings(
     return table
 
 
-def digest(tree: Any) -> str:
-    """A short hash of all arrays, so that records of two drafters never mix."""
-    sha = hashlib.sha256()
-    for leaf in jax.tree.leaves(tree):
+def digest(drafter: Drafter) -> str:
+    """A short hash of config and weights, so that records of two drafters never mix."""
+    sha = hashlib.sha256(repr(drafter.config).encode())
+    for leaf in jax.tree.leaves(drafter):
         sha.update(np.asarray(leaf).tobytes())
     return sha.hexdigest()[:12]
 
@@ -170,11 +176,16 @@ def main() -> int:
     parser.add_argument("--confidence-threshold", type=float, default=0.5)
     parser.add_argument("--profile", type=Path, help="costs for --schedule hardware, measured by reanchor_jax.profile")
     options = parser.parse_args()
+    if (options.schedule == "hardware") != (options.profile is not None):
+        raise ReanchorError("--schedule hardware and --profile FILE go together; reanchor_jax.profile measures FILE")
     tokenizer = load_tokenizer(default_target_path())
     assert tokenizer is not None
     size = options.prompt_size
     prompts = list(held_out_prompts(options.prompts, options.tasks, options.per_task, tokenizer, size))
+    if not prompts:
+        raise ReanchorError(f"{options.prompts} has no prompt of at most {size} tokens; raise --prompt-size")
     pair = load_pair(DEFAULT_PAIR, options.drafter)
+    assert pair.drafter is not None
     run_id = {"drafter": digest(pair.drafter), "new_tokens": options.new_tokens}
     done: dict[tuple[str, str, int], Any] = {}
     if options.out.exists():
@@ -189,10 +200,6 @@ def main() -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     schedule: dict[str, Any] = {"schedule": options.schedule, "confidence_threshold": options.confidence_threshold}
     if options.schedule == "hardware":
-        if options.profile is None:
-            raise ReanchorError(
-                "--schedule hardware needs costs; measure them: python -m reanchor_jax.profile --out FILE"
-            )
         schedule["costs"] = load_profile(options.profile).costs(block_size(pair, DecodeConfig()))
     table = settings(options.temperature, options.draft_rule, options.attach, options.nodes, options.offsets, schedule)
     for name, config in table.items():

@@ -24,7 +24,7 @@ def attach_blocks(blocks: Blocks, rule: AttachRule, key: jax.Array) -> Paths:
 
     With T = {t : g(0)_t = g(d)_0}, block d continues the baseline prefix of length t*, one of T
     by the rule: `earliest` its minimum, `fixed` t = d where it matches, `fixed_unmatched` t = d
-    always, `random` any of T, `longest` the one from which both blocks agree longest (ties: the
+    without asking, `random` any of T, `longest` the one from which both blocks agree longest (ties: the
     earliest), `fallback` the earliest, or t = d where T is empty. No site: the block is dropped.
 
     A schedule cuts every block to its length first, so that no t lies behind the baseline's end.

@@ -241,8 +241,9 @@ class DecodeConfig:
     confidence_threshold: float = 0.5
     """Of schedule `threshold`: the first draft below it ends its block."""
     costs: tuple[float, ...] | None = None
-    """Of schedule `hardware`: what it costs to verify 1, 2, .. tokens, at least B entries, in any
-    unit (`profile.py` measures or estimates them)."""
+    """Of schedule `hardware`: what a round costs that verifies 1, 2, .. tokens, at least B entries,
+    in any unit (`profile.py` measures or estimates them). Where `bucket_nodes` is off every round
+    verifies N, and cutting saves nothing."""
     logprobs: int | None = None
     """None: no log-probabilities. K: those of each committed token and of the top K."""
 
@@ -276,8 +277,9 @@ class DecodeConfig:
         if self.schedule == "hardware" and self.method != "ar":
             enough = f"at least {block_size} numbers above 0, the cost of verifying 1, 2, .. tokens"
             _check(self.costs is not None, "costs", None, f"{enough} (see reanchor_jax.profile)")
-            fine = len(self.costs or ()) >= block_size and all(0 < c < float("inf") for c in self.costs or ())
-            _check(fine, "costs", self.costs, enough)
+            costs = self.costs if isinstance(self.costs, tuple) else ()
+            fine = len(costs) >= block_size and all(0 < c < float("inf") for c in costs)
+            _check(fine, "costs", self.costs, f"a tuple of {enough}")
         if self.method != "reanchor":
             return
         if self.offsets is not None:

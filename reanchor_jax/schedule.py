@@ -40,15 +40,15 @@ def hardware_lengths(confidence: jax.Array, costs: tuple[float, ...]) -> jax.Arr
     """The prefix scheduler: extends while tokens per second improve, stops where they first do not.
 
     A prefix of n tokens (the anchor and n-1 drafts) gives 1 + a_1 + .. + a_{n-1} tokens in
-    expectation, a_k being the probability that drafts 1 .. k are all accepted, and takes
-    `costs[n - 1]`.
+    expectation, a_k being the probability that drafts 1 .. k are all accepted, and a round with it
+    takes `costs[n - 1]`.
 
     Example: confidences 0.9 0.5 0.5, costs 10 11 12 18. Tokens per unit of cost are 1/10,
     1.9/11 = 0.173, 2.35/12 = 0.196, 2.575/18 = 0.143: 3 tokens are verified.
 
     Args:
       confidence: [..., B-1] f32 probabilities of acceptance, given that of the drafts before.
-      costs: of verifying 1, 2, .. B tokens or more, above 0, in any unit.
+      costs: of a round that verifies 1, 2, .. B tokens or more, above 0, in any unit.
 
     Returns:
       [...] int32 tokens, 1 to B.
@@ -57,10 +57,8 @@ def hardware_lengths(confidence: jax.Array, costs: tuple[float, ...]) -> jax.Arr
     expected = 1 + jnp.cumsum(survival, axis=-1)
     ones = jnp.ones_like(expected[..., :1])
     before = jnp.concatenate([ones, expected[..., :-1]], axis=-1)  # [..., B-1] tokens of the prefix that is extended
-    cost = np.asarray(costs[: confidence.shape[-1] + 1], np.float32)
-    rise, cost_before = (
-        jnp.reshape(jnp.asarray(x), (1,) * (confidence.ndim - 1) + (-1,)) for x in (np.diff(cost), cost[:-1])
-    )
+    cost = np.array(costs[: confidence.shape[-1] + 1]) / costs[0]  # float64: only the differences are rounded
+    rise, cost_before = (_as_last_axis(x, confidence.ndim) for x in (np.diff(cost), cost[:-1]))
     # (before + a) / (c + rise) > before / c, multiplied out: exact where nothing rises.
     return 1 + _leading(survival * cost_before > before * rise)
 
@@ -68,3 +66,7 @@ def hardware_lengths(confidence: jax.Array, costs: tuple[float, ...]) -> jax.Arr
 def _leading(fine: jax.Array) -> jax.Array:
     """How many entries [..., n] are true before the first false one, [...] int32."""
     return jnp.sum(jnp.cumprod(fine.astype(jnp.int32), axis=-1), axis=-1, dtype=jnp.int32)
+
+
+def _as_last_axis(x: np.ndarray, ndim: int) -> jax.Array:
+    return jnp.asarray(x, jnp.float32).reshape((1,) * (ndim - 1) + (-1,))

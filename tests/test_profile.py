@@ -25,6 +25,7 @@ def test_costs_lie_on_lines_between_the_known_sizes():
     assert profile.costs(6) == (1.0, 2.0, 2.5, 3.0, 3.5, 4.0)
     assert profile.costs(2) == (1.0, 2.0)
     assert Profile((1,), (2.0,), "by hand").costs(3) == (2.0, 2.0, 2.0)
+    assert Profile((1, 2), (1.0, 2.0), "by hand", draft_seconds=5.0).costs(3) == (6.0, 7.0, 8.0)
 
 
 def test_roofline_is_flat_up_to_its_knee():
@@ -35,25 +36,34 @@ def test_roofline_is_flat_up_to_its_knee():
     np.testing.assert_allclose(
         costs[2 * knee - 1 :: knee] / costs[0], [2 * knee / 240.2, 3 * knee / 240.2, 4 * knee / 240.2], rtol=1e-2
     )
-    with pytest.raises(ReanchorError, match="no roofline profile for the device 'abacus'"):
-        roofline(config, jnp.dtype("float32"), "abacus")
+    for dtype, device in (("bfloat16", "abacus"), ("float32", "TPU v4")):
+        with pytest.raises(ReanchorError, match=f"no roofline profile for {dtype} on the device '{device}'"):
+            roofline(config, jnp.dtype(dtype), device)
 
 
 def test_command_measures_and_generate_uses_it(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    flags = ["--target", TARGET, "--most", "9", "--context", "8", "--repeats", "2"]
+    flags = [*PAIR.split(), "--most", "9", "--context", "8", "--repeats", "2"]
     assert main([*flags, "--out", "p.json"]) == 0
-    assert "times one token" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert output.count("times one token") == 8 and "drafting" in output
     profile = load_profile("p.json")
-    assert profile.tokens == (1, 2, 3, 4, 6, 8, 9) and min(profile.seconds) > 0
+    assert profile.tokens == (1, 2, 3, 4, 6, 8, 9) and min(*profile.seconds, profile.draft_seconds) > 0
     assert "float32, context 8" in profile.source and [path.name for path in Path().iterdir()] == ["p.json"]
 
     Path("prompts.jsonl").write_text(json.dumps({"prompt_ids": [1, 60, 61, 62]}) + "\n")
     run = f"{PAIR} --prompts prompts.jsonl --max-new-tokens 12 --json --check --no-compile-cache"
-    for schedule in ("--schedule hardware --profile p.json", "--schedule threshold --confidence-threshold 0.9"):
-        assert generate([*run.split(), *schedule.split()]) == 0
-        record = json.loads(capsys.readouterr().out)
-        assert record["check"]["equal"] and max(record["nodes_per_round"]) <= 4 * 8
+    steep = Profile((1, 2), (1.0, 1.6), "by hand")
+    Path("steep.json").write_text(profile_text(steep))
+    records = []
+    for schedule in ("none", "threshold --confidence-threshold 0.9", "hardware --profile steep.json"):
+        assert generate([*run.split(), "--schedule", *schedule.split()]) == 0
+        records.append(json.loads(capsys.readouterr().out))
+        assert records[-1]["check"]["equal"]
+    whole, *cut = (sum(record["nodes_per_round"]) / record["rounds"] for record in records)
+    assert max(cut) < whole
+    # The record holds the costs themselves: a profile that is measured again is another setting.
+    assert records[2]["settings"]["profile"]["seconds"] == [1.0, 1.6] and "costs" not in records[2]["settings"]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +76,7 @@ def test_command_measures_and_generate_uses_it(tmp_path, capsys, monkeypatch):
         ({"seconds": [1.0]}, "2 numbers above 0"),
         ({"seconds": [1.0, -1.0]}, "2 numbers above 0"),
         ({"seconds": [1.0, True]}, "2 numbers above 0"),
+        ({"draft_seconds": -1}, "draft_seconds is -1"),
         ({"more": 1}, "more"),
     ],
 )
@@ -98,6 +109,9 @@ def test_damaged_profiles_are_named(changes, message, tmp_path):
         ),
         (generate, "hello --schedule threshold --confidence-threshold 2", "confidence_threshold is 2.0"),
         (generate, "hello --schedule threshold", "no confidence head"),
+        (generate, "hello --schedule threshold --method ar", "cuts drafts"),
+        (generate, "hello --confidence-threshold 0.7", "--confidence-threshold is of --schedule threshold"),
+        (generate, f"hello {PAIR} --schedule hardware --dtype float32", "no roofline profile for float32"),
     ],
 )
 def test_bad_input_is_one_line(command, flags, message, tmp_path, capsys, monkeypatch):

@@ -93,6 +93,11 @@ def test_a_dearer_token_never_verifies_more(confidence, rises, place, more):
     assert length(values, tuple(raised)) <= length(values, tuple(costs))
 
 
+def test_costs_of_any_size_have_the_same_meaning():
+    for scale in (1e-300, 1e-46, 1e39, 1e300):
+        assert length([0.9, 0.5, 0.5], tuple(scale * c for c in (10.0, 11.0, 12.0, 18.0))) == 3
+
+
 def test_blocks_are_scheduled_alike_one_by_one():
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(size=(5, BLOCK - 1)), jnp.float32)
@@ -123,6 +128,7 @@ def test_threshold_ends_before_the_first_draft_below_it():
         ({"schedule": "sometimes"}, "schedule is 'sometimes'"),
         ({"schedule": "hardware"}, "costs is None"),
         ({"schedule": "hardware", "costs": (1.0, 2.0)}, "costs is (1.0, 2.0)"),
+        ({"schedule": "hardware", "costs": [1.0, 2.0, 3.0, 4.0]}, "expected a tuple"),
         ({"schedule": "hardware", "costs": (1.0, 0.0, 1.0, 1.0)}, "above 0"),
         ({"schedule": "hardware", "costs": (1.0, float("nan"), 1.0, 1.0)}, "above 0"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -24,6 +25,7 @@ from reanchor_jax.training.data import Text, batch_index, frequent_tokens, make_
 from reanchor_jax.training.main import main
 from reanchor_jax.training.optimizer import OptimizerConfig, make_optimizer
 from reanchor_jax.training.start import new_drafter, new_drafter_config, spread_layer_ids
+from reanchor_jax.training.target_training import byte_target_config, train_target
 from reanchor_jax.training.trainer import TrainConfig, train
 from tests.tiny import make_pair
 
@@ -283,7 +285,10 @@ def folder(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--init target --answers answers.jsonl", "target"),
         ("--head domino --mask-token-id 15 --answers answers.jsonl", "--head domino needs a backbone"),
         ("--head domino --markov rnn --init target --answers answers.jsonl", "--markov is of another head"),
-        ("--rank 4 --init target --answers answers.jsonl", "--rank is of another head"),
+        ("--rank 4 --init target --answers answers.jsonl", "--rank is of another head; expected no such flag with no"),
+        ("--head dspark --freeze-backbone --init x --answers answers.jsonl", "does not go with --head dspark"),
+        ("--freeze-backbone --mask-token-id 15 --answers answers.jsonl --held-out 2 --anchors 4", "nothing to train"),
+        ("--recipe tiny-pair --mask-token-id 0", "does not go with --recipe"),
         ("--recipe tiny-pair --freeze-backbone", "--freeze-backbone does not go with --recipe"),
         ("--recipe tiny-pair --answers answers.jsonl", "does not go with --recipe"),
         ("--recipe tiny-pair --text missing.txt", "missing.txt cannot be read"),
@@ -310,6 +315,15 @@ def test_command_line_from_prompts_to_drafter(folder: Path, tmp_path: Path, monk
     drafter = load_drafter(tmp_path / "out" / "drafter")
     assert (drafter.config.block_size, drafter.config.num_layers, drafter.config.target_num_layers) == (4, 1, 3)
     assert 1 <= logged(tmp_path / "out")[-1]["held_out"]["tau"] <= 4
+
+
+def test_a_target_learns_its_texts():
+    texts = np.tile(np.arange(1, 9, dtype=np.int32), (4, 3))
+    config = byte_target_config("qwen3")
+    config = dataclasses.replace(config, num_layers=1)
+    lines: list[str] = []
+    train_target(config, texts, steps=30, num_rows=2, learning_rate=4e-3, seed=0, echo=lines.append)
+    assert float(lines[-1].split("loss ")[1].split(",")[0]) < 1
 
 
 @pytest.mark.slow

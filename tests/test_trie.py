@@ -29,7 +29,7 @@ def merge_all(tokens: jax.Array, lengths: jax.Array, num_nodes: int) -> Trie:
 
 
 def random_paths(rng: np.random.Generator, num: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Path sets as attachment makes them: a baseline of B tokens and up to B-1 longer ones.
+    """Path sets as attachment makes them: a baseline of B tokens and up to B-1 longer ones, or cut ones.
 
     Alphabets from one token (all paths share all nodes) upwards; many paths copy a part of an
     earlier one, some the whole of it; some are dropped.
@@ -42,8 +42,11 @@ def random_paths(rng: np.random.Generator, num: int, size: int) -> tuple[np.ndar
         copied = np.arange(width)[None, :] < rng.integers(0, width + 1, (num, 1))
         tokens[:, path] = np.where(copied, tokens[np.arange(num), source], tokens[:, path])
     lengths = size + rng.integers(0, size, (num, size))
+    # Schedules cut any path, the baseline too: in a third of the sets.
+    lengths = np.where(rng.random((num, 1)) < 0.33, rng.integers(1, lengths + 1), lengths)
+    baseline = np.minimum(lengths[:, 0], size)
     lengths = np.where(rng.random((num, size)) < 0.2, 0, lengths)
-    lengths[:, 0] = size
+    lengths[:, 0] = baseline
     return tokens.astype(np.int32), lengths.astype(np.int32)
 
 
@@ -83,13 +86,13 @@ def check(tokens: np.ndarray, lengths: np.ndarray, trie: Trie, budget: int) -> N
     np.testing.assert_array_equal(trie.path_nodes, mapping)
 
 
-def check_budget(full: oracle.Trie, kept: list[oracle.Path], size: int) -> None:
+def check_budget(full: oracle.Trie, kept: list[oracle.Path]) -> None:
     """What a budget may do, whatever its tie order: said apart from the oracle's order."""
     baseline = full.paths[0]
-    assert baseline is not None and kept[:size] == baseline
+    assert baseline is not None and kept[: len(baseline)] == baseline
     assert all(node[:-1] in kept for node in kept if len(node) > 1)
     cut = set(full.nodes) - set(kept)
-    extra = [len(node) for node in kept[size:]]
+    extra = [len(node) for node in kept[len(baseline) :]]
     assert all(len(node) >= max(extra, default=0) for node in cut)
 
 
@@ -105,7 +108,7 @@ def test_merge_equals_dictionaries(size):
         for case, (t, n) in enumerate(zip(tokens[chosen], lengths[chosen], strict=True)):
             trie = jax.tree.map(lambda x, case=case: x[case], tries)
             check(t, n, trie, budget)
-            check_budget(oracle.merge(as_paths(t, n)), oracle.merge(as_paths(t, n), budget).nodes, size)
+            check_budget(oracle.merge(as_paths(t, n)), oracle.merge(as_paths(t, n), budget).nodes)
         assert (tries.num_cut > 0).any() == (budget != most)
 
 

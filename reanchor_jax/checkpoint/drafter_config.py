@@ -57,7 +57,7 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
         raise section.fail("target_layer_ids", list(tap_ids), "at least one id, and each once")
     config = DrafterConfig(
         # DSpark counts drafts, the others the anchor too.
-        block_size=_block_size(fields, section) + (1 if is_dspark else 0),
+        block_size=_block_size(fields, section, 1) + 1 if is_dspark else _block_size(fields, section, 2),
         mask_token_id=section.integer("mask_token_id", 0, vocab_size - 1),
         target_layer_ids=tap_ids,
         target_num_layers=num_target_layers,
@@ -99,7 +99,7 @@ def _read_dspark(fields: Fields) -> DSparkConfig:
             raise fields.fail(
                 "confidence_temperatures", list(temperatures), f"{num_drafts} numbers, one for each draft"
             )
-    # Of training; of a confidence.
+    # Of training; the others say something of a confidence, which there may be none of.
     fields.ignore("num_anchors", "confidence_head_with_markov", "confidence_temperatures")
     return DSparkConfig(
         markov_rank=rank,
@@ -190,9 +190,9 @@ def _read_sliding(fields: Fields, section: Fields, num_layers: int) -> dict[str,
     }
 
 
-def _block_size(fields: Fields, section: Fields) -> int:
+def _block_size(fields: Fields, section: Fields, least: int) -> int:
     """`block_size`, at top level or in `dflash_config`; in both it must be the same."""
-    sizes = {place.integer("block_size", 2, MAX_BLOCK) for place in (fields, section) if "block_size" in place}
+    sizes = {place.integer("block_size", least, MAX_BLOCK) for place in (fields, section) if "block_size" in place}
     if not sizes:
         fields.get("block_size")  # raises: missing
     if len(sizes) > 1:

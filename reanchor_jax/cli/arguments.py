@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from reanchor_jax.cli.flags import Parser, number, whole
 from reanchor_jax.config import AttachRule, DecodeConfig, DraftRule, Method, RetainRule, Schedule
 from reanchor_jax.default_pair import DEFAULT_PAIR
 from reanchor_jax.errors import ReanchorError
+from reanchor_jax.profile import load_profile, profile_text
 from reanchor_jax.tokenizer import check_text
 
 _EPILOG = """\
@@ -62,8 +64,12 @@ class Options:
         """All that decides a result beside the prompts, for records and for `--resume`."""
         aside = ("prompt", "prompts", "decode", "output", "resume", "json", "trace", "compile_cache")
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in aside}
-        own |= {"stop": list(self.stop), "profile": None if self.profile is None else str(self.profile)}
-        return {**own, **dataclasses.asdict(self.decode)}
+        own |= {"stop": list(self.stop), "profile": None}
+        if self.profile is not None:
+            own["profile"] = json.loads(profile_text(load_profile(self.profile)))  # as a record will hold it
+        decode = dataclasses.asdict(self.decode)
+        del decode["costs"]  # they follow from the profile
+        return {**own, **decode}
 
 
 def parse(argv: Sequence[str] | None) -> Options:
@@ -79,6 +85,10 @@ def parse(argv: Sequence[str] | None) -> Options:
     dataclasses.replace(decode, offsets=None, nodes=None, costs=(1.0, 1.0)).validate(block_size=2)
     if decode.schedule != "hardware" and flags["profile"] is not None:
         raise ReanchorError(f"--profile is of --schedule hardware; expected that, not {decode.schedule}")
+    if decode.schedule != "threshold" and decode.confidence_threshold != DecodeConfig().confidence_threshold:
+        raise ReanchorError(f"--confidence-threshold is of --schedule threshold; expected that, not {decode.schedule}")
+    if decode.schedule != "none" and decode.method == "ar":
+        raise ReanchorError(f"--schedule {decode.schedule} cuts drafts; expected no such flag with --method ar")
     if decode.method == "ar":
         flags["drafter"] = None
     elif flags["drafter"] is None:
@@ -175,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     threshold_help = "schedule threshold: least confidence of a draft"
     threshold = defaults.confidence_threshold
     add("--confidence-threshold", type=number, default=threshold, metavar="P", help=_default(threshold_help))
-    profile_help = "schedule hardware: costs, measured by reanchor_jax.profile; default: the device's roofline"
+    profile_help = "schedule hardware: costs, measured by reanchor_jax.profile; default: an accelerator's roofline"
     add("--profile", type=Path, metavar="FILE", help=profile_help)
 
     add = parser.add_argument_group("prompts").add_argument

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from reanchor_jax.checkpoint import load_target
 from reanchor_jax.cli.flags import Parser, whole
 from reanchor_jax.cli.models import default_dtype, first_device
 from reanchor_jax.cli.output import check_writable
 from reanchor_jax.cli.process import run
-from reanchor_jax.default_pair import DEFAULT_PAIR, target_source
+from reanchor_jax.default_pair import DEFAULT_PAIR
 from reanchor_jax.errors import ReanchorError
+from reanchor_jax.files import write_whole
+from reanchor_jax.pair import load_pair
 from reanchor_jax.profile import Profile, measure, profile_text
 
 
@@ -28,13 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     parser = Parser(
         prog="python -m reanchor_jax.profile",
-        description="Measures the target's forward by its number of tokens, for --schedule hardware.",
+        description="Measures what a round costs by the number of tokens it verifies, for --schedule hardware.",
         epilog="exit codes: 0 done; 2 bad input, one line on stderr; 130 interrupted",
     )
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="FILE", help="JSON, read by --profile of the other command")
     add("--target", default=DEFAULT_PAIR, metavar="SOURCE", help="hub id, folder, GGUF file or %(default)s (default)")
-    add("--revision", metavar="REV", help="hub revision of the target")
+    add("--drafter", metavar="SOURCE", help=f"hub id, folder or {DEFAULT_PAIR}; without one drafting costs nothing")
+    add("--revision", metavar="REV", help="hub revision of target and drafter")
     add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, bfloat16 on accelerators")
     add("--most", type=whole(2, 4096), default=64, metavar="N", help="largest number of tokens (default %(default)s)")
     add("--context", type=whole(1), default=512, metavar="N", help="tokens before them (default %(default)s)")
@@ -42,27 +42,21 @@ def _run(argv: Sequence[str] | None) -> int:
     flags = parser.parse_args(argv)
     check_writable("--out", flags.out)
     dtype, device = flags.dtype or default_dtype(), first_device()
-    target = load_target(target_source(flags.target), dtype=jnp.dtype(dtype), revision=flags.revision)
-    room = target.config.max_position_embeddings
+    pair = load_pair(flags.target, flags.drafter, dtype=jnp.dtype(dtype), revision=flags.revision)
+    room = pair.target.config.max_position_embeddings
     if flags.context + flags.most > room:
         raise ReanchorError(
             f"--context {flags.context} and --most {flags.most} are {flags.context + flags.most} tokens; "
             f"expected at most {room}, the target's limit"
         )
     sizes = (*(n for n in range(1, flags.most) if _is_step(n)), flags.most)
-    turns = iter(range(1 + flags.repeats))
-    seconds = measure(
-        target,
-        sizes,
-        context=flags.context,
-        repeats=flags.repeats,
-        on_repeat=lambda: print(f"\rturn {next(turns)} of {flags.repeats}", end="", file=sys.stderr, flush=True),
-    )
-    print(file=sys.stderr)
+    seconds, draft_seconds = measure(pair, sizes, context=flags.context, repeats=flags.repeats)
     source = f"{flags.target} on {device.device_kind}, {jax.device_count()} devices, {dtype}, context {flags.context}"
-    _write(flags.out, profile_text(Profile(sizes, seconds, source)))
+    write_whole(flags.out, profile_text(Profile(sizes, seconds, source, draft_seconds)))
     for n, s in zip(sizes, seconds, strict=True):
         print(f"{n:5} tokens {1000 * s:9.2f} ms, {s / seconds[0]:6.2f} times one token")
+    if pair.drafter is not None:
+        print(f"drafting     {1000 * draft_seconds:9.2f} ms, {draft_seconds / seconds[0]:6.2f} times one token")
     return 0
 
 
@@ -70,14 +64,3 @@ def _is_step(n: int) -> bool:
     """Sizes that are measured: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..: two to each doubling."""
     power = 1 << (n.bit_length() - 1)
     return n in (power, power + power // 2)
-
-
-def _write(path: Path, text: str) -> None:
-    """The file is there as a whole or not at all."""
-    real = Path(os.path.realpath(path))  # a link is written through
-    aside = real.with_name(f".{real.name}.partial")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, real)
-    finally:
-        aside.unlink(missing_ok=True)

@@ -62,6 +62,8 @@ def _method(settings: dict[str, Any]) -> str:
         parts += [f"attach {settings['attach']}", f"retain {settings['retain']}"]
     if settings["method"] != "ar":
         parts.append(f"draft {settings['draft_rule']}")
+    if settings["schedule"] != "none":
+        parts.append(f"schedule {settings['schedule']}")
     return ", ".join([*parts, f"temperature {settings['temperature']:g}"])
 
 

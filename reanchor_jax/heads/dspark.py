@@ -84,15 +84,15 @@ class DSparkHead(Head):
         state = jnp.zeros((before.shape[0], self.config.markov_rank), jnp.float32)
         _, factors = jax.lax.scan(read_slot, state, (before.T, hidden.swapaxes(0, 1)))
         rows = self.lm_head[...]
-        # What the confidence learns must not pull the backbone away from what it drafts.
+        # What the confidence learns must not pull the backbone away from what it drafts. (The correction's
+        # table, which it reads too, it may move.)
         confidence = None if self.confidence is None else self.confide(before, jax.lax.stop_gradient(hidden))
         extra_rows = rows[:, :0] if self.markov_out is None else self.markov_out[...]
         return Forced(hidden, rows, factors.swapaxes(0, 1), extra_rows, confidence)
 
     def start_from(self, target: Target) -> None:
-        # Copies: training donates the drafter's parameters, and the target's must survive that.
-        self.embedding = nnx.Param(jnp.array(target.embedding[...], copy=True))
-        self.lm_head = nnx.Param(jnp.array(target.head_rows, copy=True))
+        self.embedding = nnx.Param(target.embedding[...].astype(jnp.float32))
+        self.lm_head = nnx.Param(target.head_rows.astype(jnp.float32))
         if self.markov_out is not None:
             self.markov_out = nnx.Param(jnp.zeros_like(self.markov_out[...]))
 

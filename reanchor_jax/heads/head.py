@@ -28,7 +28,7 @@ class Forced(NamedTuple):
     """
 
     hidden: jax.Array  # [A, B-1, D] the feature that predicts each draft
-    rows: jax.Array  # [V, D] LM head
+    rows: jax.Array  # [V, D] LM head; training gives it no gradient
     extra: jax.Array  # [A, B-1, E] what the head adds, given the tokens before; E is 0 for a plain LM head
     extra_rows: jax.Array  # [V, E]
     confidence: jax.Array | None = None  # [A, B-1] f32, as in `Drafts`

@@ -11,7 +11,7 @@ trainer         the loop: step, log, evaluate, checkpoint, resume
 checkpoints     exact resume with Orbax
 start           the first parameters of a new drafter
 evaluate        held-out accuracy per block position, and tau
-calibrate       temperatures that make a confidence say what happens
+calibrate       temperatures of a confidence, by what happens on held-out texts
 step            the compiled programs of the loop
 tiny_pair       the recipe: `tiny_text`, then `target_training`, then a drafter
 """

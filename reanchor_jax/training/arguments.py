@@ -18,7 +18,7 @@ from reanchor_jax.training.tiny_pair import TinyPairConfig
 from reanchor_jax.training.trainer import TrainConfig
 
 _EPILOG = """\
-The run lives in --out: train.json (settings), log.jsonl, checkpoints/, and two drafters in z-lab
+The run lives in --out: train.json (settings), log.jsonl, checkpoints/, and two drafters in their kind's
 format, for --drafter of the other commands: drafter/, the latest, and best/, that of the highest
 held-out proxy tau. The same command line goes on with a run that was stopped, by Ctrl-C or by force.
 Exit codes: 0 done; 2 bad input, one line on stderr; 130 interrupted.
@@ -112,9 +112,15 @@ def _head(flags: dict[str, Any]) -> HeadConfig | None:
     of_kind = {"domino": ("rank", "gru"), "dspark": ("rank", "markov")}.get(flags["head"], ())
     for name, value in own.items():
         if value is not None and name not in of_kind:
-            raise ReanchorError(f"--{name} is of another head; expected no such flag with --head {flags['head']}")
+            head = "no --head" if flags["head"] is None else f"--head {flags['head']}"
+            raise ReanchorError(f"--{name} is of another head; expected no such flag with {head}")
     if flags["head"] is not None and flags["init"] is None:
         raise ReanchorError(f"--head {flags['head']} needs a backbone; name a drafter with --init")
+    if flags["head"] == "dspark" and flags["freeze_backbone"]:
+        raise ReanchorError(
+            "--freeze-backbone does not go with --head dspark, whose slots draft one token further than those of "
+            "--init: leave it out"
+        )
     rank, gru, markov = own["rank"] or 128, own["gru"] or 256, own["markov"] or "gated"
     if flags["head"] == "domino":
         # The backbone's own alignment; its first draft depends on nothing that was drafted.
@@ -135,7 +141,7 @@ def _recipe(flags: dict[str, Any]) -> tuple[TinyPairConfig, Path]:
     }  # fmt: skip
     other = ("mask_token_id", "train_vocab", "warmup", "held_out_answers", "head", "rank", "gru", "markov")
     for name in ("prompts", "answers", "init", *other, "freeze_backbone"):
-        if flags[name] not in (None, False):
+        if flags[name] is not None and flags[name] is not False:
             raise ReanchorError(f"--{name.replace('_', '-')} does not go with --recipe; leave it out")
     given = {field: flags[name] for name, field in names.items() if flags[name] is not None}
     config = TinyPairConfig(**given)

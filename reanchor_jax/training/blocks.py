@@ -73,7 +73,7 @@ def block_hidden(
     """Drafter features [K, T, D] behind K anchors of one text, T being `DrafterConfig.num_slots`.
 
     Args:
-      target: gives the embedding; no gradient flows into it.
+      target: gives the embedding, where the head has none; no gradient flows into it.
       drafter: the network in training.
       tokens: [T] int32 text.
       features: [T, C*D] the target's features of the text.

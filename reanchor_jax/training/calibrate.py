@@ -1,7 +1,8 @@
 """Position-wise calibration of a confidence: one temperature for each draft of the block.
 
-A schedule multiplies confidences, so what they claim must be what happens. Division of the logits
-by a temperature keeps their order and is fitted on texts that training has not seen.
+A schedule multiplies confidences, so what they claim should be what happens. Division of the logits
+by a temperature, fitted on held-out texts under greedy drafting, takes over- and underconfidence away
+and keeps the order of drafts; a confidence that is wrong in its sign it cannot mend.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ killed at any moment finds its latest complete step.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from reanchor_jax.errors import ReanchorError
+from reanchor_jax.files import write_whole
 
 T = TypeVar("T")
 
@@ -90,10 +90,3 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
                 )
         return
     write_whole(path, json.dumps(settings, indent=1, sort_keys=True) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file of a run: it is there as a whole or not at all."""
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)

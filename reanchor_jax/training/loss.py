@@ -172,8 +172,8 @@ def block_loss(
     """Weighted mean cross entropy over random blocks of a batch, () float32.
 
     Labels outside `vocab`, and those behind the text's end, have weight 0. Where the head has a
-    confidence, the mean of its cross entropy (is the draft right, those before it being right?)
-    under the same weights is added.
+    confidence, the weighted mean of its cross entropy is added: is the top token, behind the text's
+    own tokens, the text's next one? A label outside `vocab` is a draft that is never right.
 
     Args:
       drafter: the network in training; the only argument that a gradient is wanted for.
@@ -189,11 +189,15 @@ def block_loss(
     drafter = freeze(drafter, freeze_backbone)
     forced, labels, valid = random_blocks(target, drafter, batch, features, key, num_anchors)
     labels = vocab.index[labels]  # [R*K, B-1]
-    weights = jnp.where(valid & (labels >= 0), position_weights(drafter.config.block_size, gamma)[None], 0.0)
-    weights = weights / jnp.maximum(jnp.sum(weights), 1e-6)
-    labels = jnp.maximum(labels, 0).reshape(-1)
-    loss, right = cross_entropy(make_factors(forced, vocab), labels, weights.reshape(-1))
+    scored = valid & (labels >= 0)
+
+    def mean_weights(of: jax.Array) -> jax.Array:
+        weights = jnp.where(of, position_weights(drafter.config.block_size, gamma)[None], 0.0)
+        return weights / jnp.maximum(jnp.sum(weights), 1e-6)
+
+    places = jnp.maximum(labels, 0).reshape(-1)
+    loss, right = cross_entropy(make_factors(forced, vocab), places, mean_weights(scored).reshape(-1))
     if forced.confidence is not None:
-        logits, right = forced.confidence, right.reshape(weights.shape)
-        loss += jnp.sum(weights * (jax.nn.softplus(logits) - right * logits))
+        logits, right = forced.confidence, jnp.where(scored, right.reshape(labels.shape), 0.0)
+        loss += jnp.sum(mean_weights(valid) * (jax.nn.softplus(logits) - right * logits))
     return loss

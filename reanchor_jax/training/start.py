@@ -1,4 +1,4 @@
-"""The first parameters of a new drafter: a shape from the target, weights from its last layers."""
+"""The first parameters of a new drafter, or of a new head on an earlier drafter's backbone."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def with_head(target: Target, drafter: Drafter, head: HeadConfig, seed: int) -> 
     fresh = Drafter(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
     fresh.head.start_from(target)
     for name in ("fc", "hidden_norm", "layers", "norm"):
-        setattr(fresh, name, jax.tree.map(lambda x: x, getattr(drafter, name)))
+        setattr(fresh, name, jax.tree.map(lambda x: x.astype(jnp.float32), getattr(drafter, name)))
     return fresh
 
 

@@ -77,7 +77,8 @@ def train_target(
 ) -> Target:
     """Trains a target on windows [n, T] int32; a function of its arguments alone."""
     target = Target(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
-    optimizer = make_optimizer(OptimizerConfig(steps=steps, learning_rate=learning_rate, warmup=min(50, steps // 10)))
+    settings = OptimizerConfig(steps=steps, learning_rate=learning_rate, warmup=min(50, steps // 10))
+    optimizer = make_optimizer(settings, jax.tree.map(lambda _: True, target))
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(target: Target, opt_state: Any, tokens: jax.Array):

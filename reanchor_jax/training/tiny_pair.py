@@ -14,10 +14,11 @@ import numpy as np
 from reanchor_jax.checkpoint import load_drafter, load_target, save_drafter, save_target
 from reanchor_jax.config import AttachRule, DecodeConfig, Method, RetainRule
 from reanchor_jax.errors import ReanchorError
+from reanchor_jax.files import write_whole
 from reanchor_jax.pair import Pair
 from reanchor_jax.target import Target
 from reanchor_jax.training.answers import Prompt, generate_answers
-from reanchor_jax.training.checkpoints import check_settings, write_whole
+from reanchor_jax.training.checkpoints import check_settings
 from reanchor_jax.training.data import read_answers, split_held_out
 from reanchor_jax.training.evaluate import make_decoder
 from reanchor_jax.training.optimizer import OptimizerConfig

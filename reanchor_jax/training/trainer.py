@@ -20,17 +20,19 @@ from reanchor_jax.checkpoint import save_drafter
 from reanchor_jax.config import DecodeConfig, LMHeadConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
+from reanchor_jax.files import write_whole
 from reanchor_jax.pair import Pair, check_pair
 from reanchor_jax.target import Target
 from reanchor_jax.training.blocks import Batch
 from reanchor_jax.training.calibrate import Outcomes, fit_temperatures, outcomes, with_temperatures
-from reanchor_jax.training.checkpoints import Checkpoints, check_settings, write_whole
+from reanchor_jax.training.checkpoints import Checkpoints, check_settings
 from reanchor_jax.training.data import Text, batch_index, frequent_tokens, make_batches
 from reanchor_jax.training.evaluate import HeldOut, make_decoder, summary
 from reanchor_jax.training.features import FeatureSource, fold_scale
 from reanchor_jax.training.loss import make_vocab
 from reanchor_jax.training.optimizer import OptimizerConfig
 from reanchor_jax.training.step import TrainState, evaluate_batch, init_optimizer, train_step
+from reanchor_jax.training.trainable import is_trained
 
 _REPORTED = (
     *("memo_gb", "log_every", "checkpoint_every", "eval_every", "eval_first"),
@@ -87,7 +89,7 @@ def train(
     """Trains a drafter, or resumes the run in `folder`.
 
     `folder` gets `train.json` (settings), `log.jsonl`, `checkpoints/`, and two drafters in
-    z-lab's format: `drafter/`, written with each checkpoint, and `best/`, the one of the highest
+    their kind's format: `drafter/`, written with each checkpoint, and `best/`, the one of the highest
     held-out proxy tau. On CPU a resumed run gives bit for bit the parameters of one that was
     never stopped.
 
@@ -117,6 +119,8 @@ def train(
             f"the drafter has an LM head over {start.config.head.draft_vocab_size} of {vocab_size} tokens; "
             "expected one over all: reduced vocabularies are not trained"
         )
+    if not any(jax.tree.leaves(is_trained(start, config.freeze_backbone))):
+        raise ReanchorError("--freeze-backbone leaves nothing to train: the head has no weights; expected none here")
     batches = make_batches(texts, config.num_rows, config.seed)
     smallest = min(batch.tokens.shape[1] for batch in [*batches, *make_batches(held_out, config.num_rows, 0)])
     if not 1 <= config.num_anchors <= smallest:
@@ -162,7 +166,8 @@ class _Run:
         drafter = fold_scale(start, jnp.ones_like(self.features.scale) if start_is_scaled else self.features.scale)
         self.settings = {"optimizer": config.optimizer, "freeze_backbone": config.freeze_backbone}
         self.state = TrainState(drafter, init_optimizer(drafter, **self.settings))
-        self.temperatures: tuple[float, ...] | None = None
+        self.temperatures, self.calibrated = (), -1
+        """Of the confidence, and the step that they were fitted at."""
         self.checkpoints = Checkpoints(folder / "checkpoints")
         self.done = self.checkpoints.latest() or 0
         echo(f"{len(texts)} texts in {len(batches)} batches, {len(held_out)} texts held out")
@@ -199,9 +204,7 @@ class _Run:
         if stopped:
             self.save()
             raise KeyboardInterrupt
-        if self.temperatures is None:  # a run that had ended before
-            self.calibrate()
-        return self.drafter()
+        return self.exported()
 
     def step(self, number: int) -> jax.Array:
         """One step; everything in it is a function of its number."""
@@ -215,18 +218,31 @@ class _Run:
         return loss
 
     def drafter(self) -> Drafter:
-        """The drafter for the target's own features, its confidence calibrated by the last report."""
-        drafter = fold_scale(self.state.drafter, 1.0 / self.features.scale)
-        return drafter if self.temperatures is None else with_temperatures(drafter, self.temperatures)
+        """The drafter for the target's own features."""
+        return fold_scale(self.state.drafter, 1.0 / self.features.scale)
+
+    def exported(self) -> Drafter:
+        """The same, with its confidence, where it has one, fitted to what happens on the held-out texts.
+
+        Like all else a function of the step, so that a resumed run saves the same drafter.
+        """
+        drafter = self.drafter()
+        if not drafter.config.has_confidence:
+            return drafter
+        if self.calibrated != self.done:
+            networks, num_anchors = (self.state.drafter, self.target, self.whole_vocab), self.config.num_anchors
+            seen = [outcomes(*networks, *blocks, num_anchors=num_anchors) for blocks in self.held_out_blocks()]
+            self.temperatures = fit_temperatures(Outcomes(*(np.concatenate(x) for x in zip(*seen, strict=True))))
+            self.calibrated = self.done
+        return with_temperatures(drafter, self.temperatures)
 
     def save(self) -> None:
         """Checkpoint, and the drafter beside it."""
         self.checkpoints.save(self.done, self.state)
-        save_drafter(self.drafter(), self.folder / "drafter")
+        save_drafter(self.exported(), self.folder / "drafter")
 
     def report(self, loss: float) -> None:
-        """Evaluates, calibrates, logs, and keeps the drafter if it is the best so far."""
-        self.calibrate()
+        """Evaluates, logs, and keeps the drafter if it is the best so far."""
         result = self.evaluate()
         self.log({"step": self.done, "held_out": result})
         tau = f", tau {result['tau']:.3f}" if "tau" in result else ""
@@ -237,18 +253,7 @@ class _Run:
         )
         if result["proxy_tau"] > self.best:
             self.best = result["proxy_tau"]
-            save_drafter(self.drafter(), self.folder / "best")
-
-    def calibrate(self) -> None:
-        """Fits the confidence, where there is one, to what happens on the held-out texts; saves the drafter so."""
-        if not self.state.drafter.config.has_confidence:
-            return
-        seen = [
-            outcomes(self.state.drafter, self.target, self.whole_vocab, *held_out, num_anchors=self.config.num_anchors)
-            for held_out in self.held_out_blocks()
-        ]
-        self.temperatures = fit_temperatures(Outcomes(*(np.concatenate(x) for x in zip(*seen, strict=True))))
-        save_drafter(self.drafter(), self.folder / "drafter")
+            save_drafter(self.exported(), self.folder / "best")
 
     def held_out_blocks(self) -> Iterator[tuple[Batch, Any, jax.Array]]:
         """Held-out batches, their features, and keys for anchors that never change."""
