@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import get_args
 
 import jax
@@ -24,6 +25,8 @@ from tests.golden_heads import (
     forcing,
     padded,
 )
+from tests.test_golden_rounds import run as run_one
+from tests.test_golden_rounds import unpad
 from tests.tiny import make_pair, run
 
 RANDOM = ("dspark_qwen3_vanilla", "dspark_qwen3_gated", "dspark_qwen3_rnn", "dspark_qwen3_nomarkov")
@@ -152,3 +155,22 @@ def test_the_smallest_block_round_trips(tmp_path):
     drafter = make_pair(2, head=head).drafter
     save_drafter(drafter, tmp_path)
     assert load_drafter(tmp_path).config == drafter.config
+
+
+def test_edges_of_the_reference_loop():
+    pair, _ = trained()
+    edges = np.load(GOLDEN / "dspark_edges" / "expected.npz")
+    names = json.loads((GOLDEN / "dspark_edges" / "case.json").read_text())["edges"]
+    for row, name in enumerate(names):
+        ids, stop = unpad(edges["new_ids"][row]), unpad(edges["stop_ids"][row])
+        limit = int(edges["max_new_tokens"][row]) + 1  # theirs does not count the first token
+        result = run_one(pair, edges["prompt_ids"][row], DecodeConfig(method="dflash"), limit, stop)
+        assert result.tokens[: len(ids)].tolist() == ids, name
+        rounds = unpad(edges["acceptance_lengths"][row])
+        assert result.rounds == len(rounds)
+        if stop:
+            assert result.num_tokens == len(ids)
+            rounds = []  # they do not count the target's token behind an accepted stop token
+        committed = result.counts.committed[: len(rounds)]
+        assert committed.tolist() == rounds
+        assert (result.counts.nodes[: len(rounds)] - 1).tolist() == unpad(edges["proposal_lengths"][row])[: len(rounds)]
