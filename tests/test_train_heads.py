@@ -131,7 +131,8 @@ def test_loss_of_a_confidence_equals_numpy(pair):
     """Right and wrong drafts, labels outside the vocabulary of training, a block that its text ends in."""
     drafter = with_head(pair.target, make_pair(BLOCK, seed=3).drafter, DSPARK["vanilla"], seed=0)
     rng = np.random.default_rng(1)
-    batch = Batch(rng.integers(0, 15, (2, 24)).astype(np.int32), np.array([4, 9]), np.array([20, 13]))
+    # Enough blocks for a random drafter to be right now and then.
+    batch = Batch(rng.integers(0, 15, (10, 24)).astype(np.int32), np.full(10, 4), np.array([20, 13] * 5))
     taps = drafter.config.target_layer_ids
     features = jax.vmap(lambda row: forward_text(pair.target, row, taps).features)(jnp.asarray(batch.tokens))
     key, kept = jax.random.key(3), np.arange(0, 16, 2)
@@ -141,17 +142,21 @@ def test_loss_of_a_confidence_equals_numpy(pair):
     logits = np.asarray(forced.hidden @ forced.rows.T + forced.extra @ forced.extra_rows.T, np.float64)[..., kept]
     labels, valid, said = np.asarray(labels), np.asarray(valid), np.asarray(forced.confidence, np.float64)
     token = total = asked = weight = 0.0
+    wrong_before = set()  # blocks
     for n, k in np.argwhere(valid):
         w = np.exp(-k / 2.5)
         right = kept[np.argmax(logits[n, k])] == labels[n, k]
-        asked += w * -np.log(1 / (1 + np.exp(-said[n, k] if right else said[n, k])))
-        total += w
+        if n not in wrong_before:
+            asked += w * -np.log(1 / (1 + np.exp(-said[n, k] if right else said[n, k])))
+            total += w
+        if not right:
+            wrong_before.add(n)
         if labels[n, k] in kept:
             row = logits[n, k]
             token += w * (np.log(np.exp(row).sum()) - row[labels[n, k] // 2])
             weight += w
     np.testing.assert_allclose(loss, token / weight + asked / total, rtol=1e-5)
-    assert weight < total
+    assert wrong_before and total > np.sum(valid[:, 0])  # drafts behind right ones were asked about too
 
 
 def test_resume_with_a_confidence_exports_the_same_drafter(pair, tmp_path):

@@ -20,7 +20,7 @@ from reanchor_jax.config import DSparkConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.target import Target
 from reanchor_jax.training.blocks import Batch, random_blocks
-from reanchor_jax.training.loss import Vocab, make_factors, score
+from reanchor_jax.training.loss import Vocab, make_factors, nothing_wrong_before, score
 
 CANDIDATES = np.geomspace(0.1, 10.0, 201)
 """Temperatures that are tried."""
@@ -45,9 +45,7 @@ def outcomes(
     forced, labels, valid = random_blocks(target, drafter, batch, features.astype(jnp.float32), key, num_anchors)
     assert forced.confidence is not None
     right = score(make_factors(forced, vocab), labels.reshape(-1)).right.reshape(labels.shape) & valid
-    before = jnp.cumprod(right[:, :-1].astype(jnp.int32), axis=1).astype(bool)
-    asked = valid & jnp.concatenate([jnp.ones_like(valid[:, :1]), before], axis=1)
-    return Outcomes(forced.confidence, right, asked)
+    return Outcomes(forced.confidence, right, valid & (nothing_wrong_before(right.astype(jnp.int32)) > 0))
 
 
 def fit_temperatures(seen: Outcomes) -> tuple[float, ...]:

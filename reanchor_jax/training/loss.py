@@ -149,6 +149,15 @@ def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
+def nothing_wrong_before(right: jax.Array) -> jax.Array:
+    """1 where all drafts of the block before this one are right, [n, B-1] of `right` [n, B-1], 0 or 1.
+
+    Example: right 1 1 0 1 gives 1 1 1 0.
+    """
+    before = jnp.concatenate([jnp.ones_like(right[:, :1]), right[:, :-1]], axis=1)
+    return jnp.cumprod(before, axis=1)
+
+
 def position_weights(block_size: int, gamma: float) -> jax.Array:
     """Weights exp(-(k - 1) / gamma) of drafts k = 1 .. B-1, [B-1] float32.
 
@@ -172,8 +181,9 @@ def block_loss(
     """Weighted mean cross entropy over random blocks of a batch, () float32.
 
     Labels outside `vocab`, and those behind the text's end, have weight 0. Where the head has a
-    confidence, the weighted mean of its cross entropy is added: is the top token, behind the text's
-    own tokens, the text's next one? A label outside `vocab` is a draft that is never right.
+    confidence, the weighted mean of its cross entropy is added, over the drafts that decoding asks
+    it about: those with nothing wrong before them. Is the top token the text's? (A label outside
+    `vocab` is a draft that is never right.)
 
     Args:
       drafter: the network in training; the only argument that a gradient is wanted for.
@@ -199,5 +209,6 @@ def block_loss(
     loss, right = cross_entropy(make_factors(forced, vocab), places, mean_weights(scored).reshape(-1))
     if forced.confidence is not None:
         logits, right = forced.confidence, jnp.where(scored, right.reshape(labels.shape), 0.0)
-        loss += jnp.sum(mean_weights(valid) * (jax.nn.softplus(logits) - right * logits))
+        asked = valid & (nothing_wrong_before(right) > 0)
+        loss += jnp.sum(mean_weights(asked) * (jax.nn.softplus(logits) - right * logits))
     return loss
