@@ -57,7 +57,8 @@ def hardware_lengths(confidence: jax.Array, costs: tuple[float, ...]) -> jax.Arr
     expected = 1 + jnp.cumsum(survival, axis=-1)
     ones = jnp.ones_like(expected[..., :1])
     before = jnp.concatenate([ones, expected[..., :-1]], axis=-1)  # [..., B-1] tokens of the prefix that is extended
-    cost = np.array(costs[: confidence.shape[-1] + 1]) / costs[0]  # float64: only the differences are rounded
+    # In units of about the first one, a power of two: nothing is rounded, nor leaves float32's range.
+    cost = np.ldexp(np.array(costs[: confidence.shape[-1] + 1]), -int(np.frexp(costs[0])[1]))
     rise, cost_before = (_as_last_axis(x, confidence.ndim) for x in (np.diff(cost), cost[:-1]))
     # (before + a) / (c + rise) > before / c, multiplied out: exact where nothing rises.
     return 1 + _leading(survival * cost_before > before * rise)
