@@ -1,6 +1,7 @@
 """A hostile environment for every test: 8 host devices, strict promotion, no implicit rank changes."""
 
 import os
+from pathlib import Path
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -11,6 +12,16 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    """Forgets compiled programs before they fill the process: each holds memory maps, of which Linux
+    allows 65,530, and the compiler crashes where it gets no more."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="module")
