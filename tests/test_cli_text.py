@@ -10,7 +10,7 @@ from reanchor_jax.cli.text import AnswerText, StopScanner
 from reanchor_jax.tokenizer import load_tokenizer
 from tests.test_tokenizer import END, spell, write_gguf
 
-SETTINGS = {"dtype": "float32", "method": "dflash", "draft_rule": "greedy", "temperature": 0.0}
+SETTINGS = {"dtype": "float32", "method": "dflash", "draft_rule": "greedy", "temperature": 0.0, "schedule": "none"}
 
 
 def first_stop(text: str, stops: list[str]) -> str | None:
