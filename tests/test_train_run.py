@@ -203,7 +203,8 @@ def test_new_drafter_projects_context_as_the_target_does(pair: Pair):
         jnp.ones((7, 7), bool),
     )  # fmt: skip
     assert output.k.shape[0] == 3
-    from reanchor_jax.rope import make_rope, rms_norm
+    from reanchor_jax.layers import rms_norm
+    from reanchor_jax.rope import make_rope
 
     layer = jax.tree.map(lambda w: w[1], target.layers)
     rope = make_rope(target.config.rope, 8, jnp.arange(7))
