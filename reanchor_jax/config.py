@@ -274,12 +274,11 @@ class DecodeConfig:
             _check(self.logprobs >= 0, "logprobs", self.logprobs, "an integer >= 0")
         fine = 0 <= self.confidence_threshold <= 1
         _check(fine, "confidence_threshold", self.confidence_threshold, "a number from 0 to 1")
-        if self.schedule == "hardware" and self.method != "ar":
-            enough = f"at least {block_size} numbers above 0, the cost of verifying 1, 2, .. tokens"
-            _check(self.costs is not None, "costs", None, f"{enough} (see reanchor_jax.profile)")
+        if self.costs is not None and self.method != "ar":
             costs = self.costs if isinstance(self.costs, tuple) else ()
             fine = len(costs) >= block_size and all(0 < c < float("inf") for c in costs)
-            _check(fine, "costs", self.costs, f"a tuple of {enough}")
+            expected = f"a tuple of at least {block_size} numbers above 0, the costs of verifying 1, 2, .. tokens"
+            _check(fine, "costs", self.costs, expected)
         if self.method != "reanchor":
             return
         if self.offsets is not None:

@@ -41,6 +41,8 @@ def tap_ids(pair: Pair, config: DecodeConfig) -> tuple[int, ...]:
 def check_config(pair: Pair, config: DecodeConfig) -> None:
     """Raises ReanchorError where a field is out of range, or asks for what the drafter does not have."""
     config.validate(block_size(pair, config))
+    if config.method != "ar" and config.schedule == "hardware" and config.costs is None:
+        raise ReanchorError("costs is None; expected what schedule hardware weighs: see reanchor_jax.profile")
     if pair.drafter is not None:
         check_schedule(pair.drafter.config, config)
 

@@ -1,6 +1,7 @@
 """A hostile environment for every test: 8 host devices, strict promotion, no implicit rank changes."""
 
 import os
+import signal
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -9,6 +10,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import jax
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background jobs, and in all that they start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

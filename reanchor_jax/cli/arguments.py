@@ -81,8 +81,8 @@ def parse(argv: Sequence[str] | None) -> Options:
     """
     flags = vars(_parser().parse_args(argv))
     decode = DecodeConfig(**{field: flags.pop(field) for field in DecodeConfig.__dataclass_fields__ if field in flags})
-    # Offsets and nodes are held against the drafter's block size once that is known; costs come later too.
-    dataclasses.replace(decode, offsets=None, nodes=None, costs=(1.0, 1.0)).validate(block_size=2)
+    # These two are held against the drafter's block size once that is known.
+    dataclasses.replace(decode, offsets=None, nodes=None).validate(block_size=2)
     if decode.schedule != "hardware" and flags["profile"] is not None:
         raise ReanchorError(f"--profile is of --schedule hardware; expected that, not {decode.schedule}")
     if decode.schedule != "threshold" and decode.confidence_threshold != DecodeConfig().confidence_threshold:

@@ -120,8 +120,7 @@ def open_models(options: Options, dtype: jnp.dtype) -> Models:
     if options.drafter is not None:
         drafter = plan_drafter(resolve(drafter_source(options.drafter), revisions[options.drafter]), dtype)
         drafter.check()
-        block_size = drafter.abstract.config.block_size
-        dataclasses.replace(options.decode, costs=(1.0,) * block_size).validate(block_size)  # costs are found below
+        options.decode.validate(drafter.abstract.config.block_size)
         check_schedule(drafter.abstract.config, options.decode)
     path = resolve(target_source(options.target), revisions[options.target])
     target = plan_target(path, dtype)

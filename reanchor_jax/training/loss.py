@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,10 +61,10 @@ class Scores(NamedTuple):
 
 def score(factors: Factors, labels: jax.Array) -> Scores:
     """Scores of labels [n] in 0 .. V'-1, a chunk of drafts at a time."""
-    chunks, count = _in_chunks(factors, labels, jnp.zeros(labels.shape, jnp.float32))
+    chunks, count = _in_chunks(factors.hidden, factors.extra, labels)
 
     def score_chunk(chunk):
-        hidden, extra, labels, _ = chunk
+        hidden, extra, labels = chunk
         _, log_total, at_label, right = _chunk_logits(factors, hidden, extra, labels)
         return log_total - at_label, right
 
@@ -89,7 +89,7 @@ def cross_entropy(factors: Factors, labels: jax.Array, weights: jax.Array) -> tu
 
 
 def _forward(factors: Factors, labels: jax.Array, weights: jax.Array):
-    chunks, count = _in_chunks(factors, labels, weights)
+    chunks, count = _in_chunks(factors.hidden, factors.extra, labels, weights)
 
     def score_chunk(carry, chunk):
         total, extra_rows_gradient = carry
@@ -128,12 +128,12 @@ def _chunk_logits(factors: Factors, hidden: jax.Array, extra: jax.Array, labels:
     return logits, jax.nn.logsumexp(logits, axis=-1), at_label, jnp.argmax(logits, axis=-1) == labels
 
 
-def _in_chunks(factors: Factors, labels: jax.Array, weights: jax.Array) -> tuple[Any, int]:
-    """Features, extras, labels and weights of at most `CHUNK_ROWS` drafts each, and the number of all drafts.
+def _in_chunks(*arrays: jax.Array) -> tuple[tuple[jax.Array, ...], int]:
+    """Arrays [n, ...] as chunks [c, CHUNK_ROWS or fewer, ...] of drafts, and n.
 
-    Example: 1,200 drafts become three chunks of 512, the last one padded; the padding has weight 0.
+    Example: 1,200 drafts become three chunks of 512, the last one padded with zeros.
     """
-    count = labels.shape[0]
+    count = arrays[0].shape[0]
     size = min(count, CHUNK_ROWS)
     chunks = -(-count // size)
 
@@ -141,7 +141,7 @@ def _in_chunks(factors: Factors, labels: jax.Array, weights: jax.Array) -> tuple
         padded = jnp.pad(x, [(0, chunks * size - count)] + [(0, 0)] * (x.ndim - 1))
         return padded.reshape(chunks, size, *x.shape[1:])
 
-    return (split(factors.hidden), split(factors.extra), split(labels), split(weights)), count
+    return tuple(split(x) for x in arrays), count
 
 
 def _flat(x: jax.Array) -> jax.Array:
