@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from reanchor_jax.config import AttachRule, longest_path
+from reanchor_jax.config import AttachRule, Components, longest_path
 from reanchor_jax.draft import Blocks
 
 
@@ -72,6 +72,32 @@ def attach_blocks(blocks: Blocks, rule: AttachRule, key: jax.Array) -> Paths:
         lengths=jnp.where(sites >= 0, sites + lengths, 0),
         sites=sites,
     )
+
+
+def keep_components(paths: Paths, components: Components) -> Paths:
+    """Takes from the paths what an ablation leaves out (paper, table 4); row 0 stays as it is.
+
+    `in_block` ends every path where the baseline ends. `extension` lets it follow the baseline up to
+    there and go on beyond; a path that ends before is dropped. `both` changes nothing.
+
+    Example: baseline a b c d and the path a b x y z: `in_block` leaves a b x y, `extension` a b c d z.
+
+    Args:
+      paths: attached paths [A, W].
+      components: static.
+    """
+    end = paths.lengths[0]
+    if components == "in_block":
+        return paths._replace(lengths=jnp.minimum(paths.lengths, end))
+    if components == "extension":
+        kept = (paths.lengths > end).at[0].set(True)
+        native = jnp.arange(paths.tokens.shape[1])[None, :] < end
+        return Paths(
+            tokens=jnp.where(native, paths.tokens[:1], paths.tokens),
+            lengths=jnp.where(kept, paths.lengths, 0),
+            sites=jnp.where(kept, paths.sites, -1),
+        )
+    return paths
 
 
 def _agreement(tokens: jax.Array, lengths: jax.Array) -> jax.Array:

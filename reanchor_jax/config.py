@@ -26,6 +26,7 @@ Method = Literal["ar", "dflash", "reanchor"]
 DraftRule = Literal["greedy", "sample", "coupled"]
 AttachRule = Literal["earliest", "fixed", "fixed_unmatched", "random", "longest", "fallback"]
 MarkovHead = Literal["vanilla", "gated", "rnn"]
+Components = Literal["both", "in_block", "extension"]
 RetainRule = Literal["baseline", "accepted_path"]
 Schedule = Literal["none", "threshold", "hardware"]
 SlidingAttention = Literal["causal", "ignored", "symmetric"]
@@ -227,6 +228,8 @@ class DecodeConfig:
     draft_temperature: float | None = None
     """Temperature of draft rules `sample` and `coupled`; None takes `temperature`."""
     attach: AttachRule = "earliest"
+    components: Components = "both"
+    """What attached blocks may change (paper, table 4): the native block, what lies beyond it, or both."""
     retain: RetainRule = "accepted_path"
     offsets: int | None = None
     """Largest offset d that is drafted, at most B - 1; None takes B - 1."""
@@ -253,6 +256,7 @@ class DecodeConfig:
             ("method", Method),
             ("draft_rule", DraftRule),
             ("attach", AttachRule),
+            ("components", Components),
             ("retain", RetainRule),
             ("schedule", Schedule),
         ):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from reanchor_jax.accept import accept_path
-from reanchor_jax.attach import attach_blocks
+from reanchor_jax.attach import attach_blocks, keep_components
 from reanchor_jax.commit import commit, retain_suffix
 from reanchor_jax.config import DecodeConfig, longest_path
 from reanchor_jax.draft import Blocks, draft_blocks, draft_key
@@ -46,7 +46,7 @@ def decode_round(pair: Pair, state: DecodeState, config: DecodeConfig) -> tuple[
     with jax.named_scope("attach_blocks"):
         # -1 - i wraps to the top of uint32: never the fold at i that the drafts' own noise uses.
         attach_key = jax.random.fold_in(draft_key(state.key), -1 - state.length)
-        paths = attach_blocks(blocks, config.attach, attach_key)
+        paths = keep_components(attach_blocks(blocks, config.attach, attach_key), config.components)
     with jax.named_scope("merge_trie"):
         trie = merge_trie(paths, config.num_nodes(size_b))
     with jax.named_scope("verify_trie"):
