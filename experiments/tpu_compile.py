@@ -39,21 +39,22 @@ from reanchor_jax import (
 from reanchor_jax.cli.process import run
 from reanchor_jax.config import LayerConfig, LMHeadConfig, RopeConfig
 
-ROPE = RopeConfig(theta=1e6, scaling=None)
 QWEN3_4B = TargetConfig(
     model_type="qwen3",
     vocab_size=151936,
     num_layers=36,
-    layer=LayerConfig(
-        hidden_size=2560,
-        intermediate_size=9728,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-6,
-        qk_norm=True,
+    pattern=(
+        LayerConfig(
+            hidden_size=2560,
+            intermediate_size=9728,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            rms_norm_eps=1e-6,
+            rope=RopeConfig(theta=1e6, scaling=None),
+            qk_norm=True,
+        ),
     ),
-    rope=ROPE,
     tie_word_embeddings=True,
     max_position_embeddings=40960,
     bos_token_id=None,
@@ -67,7 +68,6 @@ DFLASH = DrafterConfig(
     vocab_size=QWEN3_4B.vocab_size,
     num_layers=5,
     layer=QWEN3_4B.layer,
-    rope=ROPE,
     head=LMHeadConfig(),
 )
 

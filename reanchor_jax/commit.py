@@ -34,7 +34,10 @@ def commit(pair: Pair, state: DecodeState, verdict: Verdict, accepted: Accepted)
     the two drafts and the target's token behind them, and the new anchor stands at 10.
     """
     path = jnp.maximum(accepted.nodes, 0)
-    cache = write_rows(state.cache, verdict.k[:, :, path], verdict.v[:, :, path], state.length)
+    cache = tuple(
+        write_rows(kept, rows.k[:, :, path], rows.v[:, :, path], state.length)
+        for kept, rows in zip(state.cache, verdict.kv, strict=True)
+    )
     context = state.context
     if context.num_slots:
         assert pair.drafter is not None

@@ -7,9 +7,10 @@ Glossary of shape letters, used in every bracket comment of the package:
     C  tapped target layers                      P  prompt tokens (padded)
     D  model width                               Q  query heads
     F  MLP width                                 S  cache slots
-    G  query heads per key/value head, Q // K    T  query tokens of one forward
-    H  head dim                                  V  vocabulary
-    K  key/value heads                           W  longest path, 2B - 1 (one block: B)
+    G  query heads per key/value head, Q // K    R  repeats of a target's layer pattern
+    H  head dim                                  T  query tokens of one forward
+    K  key/value heads                           V  vocabulary
+                                                 W  longest path, 2B - 1 (one block: B)
 
 Nothing that every checkpoint must say has a default here: a missing value is an error in
 `reanchor_jax.checkpoint`, never a guess. What most drafters lack altogether is off by default.
@@ -29,6 +30,7 @@ MarkovHead = Literal["vanilla", "gated", "rnn"]
 Components = Literal["both", "in_block", "extension"]
 RetainRule = Literal["baseline", "accepted_path"]
 Schedule = Literal["none", "threshold", "hardware"]
+Activation = Literal["silu", "gelu_tanh"]
 SlidingAttention = Literal["causal", "ignored", "symmetric"]
 """What a drafter's sliding layers see, as distance = query position - key position.
 
@@ -80,7 +82,17 @@ class YarnScaling:
     mscale_all_dim: float | None
 
 
-RopeScaling = Llama3Scaling | LinearScaling | YarnScaling
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProportionalScaling:
+    """Gemma 4's `proportional` rotary embedding: the first pairs turn, the others carry no position."""
+
+    partial_rotary_factor: float
+    """Share of the pairs that turn; their frequencies are those of the whole head."""
+    factor: float
+    """Their frequencies are divided by it."""
+
+
+RopeScaling = Llama3Scaling | LinearScaling | YarnScaling | ProportionalScaling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +105,7 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One decoder layer; targets and drafters share it."""
+    """One decoder layer; targets and drafters share it. What only Gemma 4 has is off by default."""
 
     hidden_size: int
     intermediate_size: int
@@ -101,26 +113,52 @@ class LayerConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
+    rope: RopeConfig
     qk_norm: bool
     """RMS norm over the head dim of queries and keys, before the rotary embedding."""
     attention_bias: bool = False
     """Biases on the query, key, value and output projections."""
+    sliding_window: int | None = None
+    """Of a target's layer: a query sees positions 0 <= distance < window. A drafter's windows are in
+    `DrafterConfig`."""
+    activation: Activation = "silu"
+    attention_scale: float | None = None
+    """What scores are multiplied by; None: head_dim ** -0.5."""
+    shared_kv: bool = False
+    """Values are the key projection's output, before the keys' norm: there is no value projection."""
+    v_norm: bool = False
+    """RMS norm, without weights, over the head dim of values."""
+    sandwich_norms: bool = False
+    """Norms also behind attention and behind the MLP, before each is added to the residual stream."""
+    layer_scalar: bool = False
+    """The layer's output is multiplied by a stored number."""
+    float32_norms: bool = False
+    """Norms multiply by their weight before they cast back, not behind it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetConfig:
-    """A `llama` or `qwen3` decoder."""
+    """A decoder: `llama`, `qwen3`, or the text part of Gemma 4."""
 
     model_type: str
     vocab_size: int
     num_layers: int
-    layer: LayerConfig
-    rope: RopeConfig
+    pattern: tuple[LayerConfig, ...]
+    """The layers' repeating pattern: layer n is `pattern[n % len(pattern)]`. Its length divides L."""
     tie_word_embeddings: bool
     max_position_embeddings: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Union of the ids in config.json and generation_config.json; may be empty."""
+    scaled_embedding: bool = False
+    """Embeddings are multiplied by sqrt(hidden_size)."""
+    logit_softcap: float | None = None
+    """Logits become softcap * tanh(logits / softcap)."""
+
+    @property
+    def layer(self) -> LayerConfig:
+        """The first layer, for what all layers have in common: width, MLP, query heads, norms."""
+        return self.pattern[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,6 +203,9 @@ class DSparkConfig:
     """The confidence also reads the correction's row of the token before."""
     confidence_temperatures: tuple[float, ...] | None = None
     """Position-wise calibration: the confidence of draft k is divided by entry k - 1; None for 1."""
+    scaled_embedding: bool = False
+    logit_softcap: float | None = None
+    """As in `TargetConfig`, of the drafter's own embedding and, before the correction, its LM head."""
 
     @property
     def confidence_rank(self) -> int:
@@ -188,7 +229,6 @@ class DrafterConfig:
     vocab_size: int
     num_layers: int
     layer: LayerConfig
-    rope: RopeConfig
     head: HeadConfig
     sliding_layers: tuple[bool, ...] = ()
     """Which layers have a sliding window; empty: none."""

@@ -40,8 +40,8 @@ class Drafter(nnx.Module):
           positions: [T] int32 absolute positions.
         """
         projected = jnp.einsum("tc,dc->td", features, self.fc[...])
-        projected = rms_norm(projected, self.hidden_norm[...], self.config.layer.rms_norm_eps)
-        rope = make_rope(self.config.rope, self.config.layer.head_dim, positions)
+        projected = rms_norm(projected, self.hidden_norm[...], self.config.layer)
+        rope = make_rope(self.config.layer.rope, self.config.layer.head_dim, positions)
         _, (k, v) = jax.lax.scan(lambda carry, layer: (carry, layer.keys_values(projected, rope)), None, self.layers)
         return KVCache(k, v)
 
@@ -65,7 +65,7 @@ class Drafter(nnx.Module):
             position cache_len + s.
           suffix_len: () int32, how many of its slots the block sees: the offset d.
         """
-        rope = make_rope(self.config.rope, self.config.layer.head_dim, positions)
+        rope = make_rope(self.config.layer.rope, self.config.layer.head_dim, positions)
 
         def visible(num_slots: int, length: jax.Array) -> jax.Array:
             return jnp.broadcast_to(jnp.arange(num_slots)[None, :] < length, (x.shape[0], num_slots))
@@ -90,4 +90,4 @@ class Drafter(nnx.Module):
             return x, None
 
         x, _ = jax.lax.scan(run_layer, x, (self.layers, slides, cache.k, cache.v, suffix.k, suffix.v))
-        return rms_norm(x, self.norm[...], self.config.layer.rms_norm_eps)
+        return rms_norm(x, self.norm[...], self.config.layer)

@@ -9,17 +9,25 @@ float32 in exactly four places: norms, rotary angles, softmax, logits.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from reanchor_jax.config import LayerConfig
+from reanchor_jax.config import Activation, LayerConfig
 from reanchor_jax.rope import Rope
 
 NEG_INF = -1e30
 """Score of a masked key: finite, so that a fully masked row gives no NaN."""
+
+
+ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
 class Segment(NamedTuple):
@@ -30,11 +38,16 @@ class Segment(NamedTuple):
     mask: jax.Array  # [T, S] bool, True = attend
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last axis, in float32, cast back before the weight."""
+def rms_norm(x: jax.Array, weight: jax.Array | None, config: LayerConfig) -> jax.Array:
+    """Root-mean-square norm over the last axis, in float32; times the weight, if there is one."""
     x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return jnp.reshape(weight, (1,) * (x.ndim - 1) + (-1,)) * x32.astype(x.dtype)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.rms_norm_eps)
+    if weight is None:
+        return x32.astype(x.dtype)
+    weight = jnp.reshape(weight, (1,) * (x.ndim - 1) + (-1,))
+    if config.float32_norms:
+        return (weight.astype(jnp.float32) * x32).astype(x.dtype)
+    return weight * x32.astype(x.dtype)
 
 
 def apply_rope(x: jax.Array, rope: Rope) -> jax.Array:
@@ -45,14 +58,13 @@ def apply_rope(x: jax.Array, rope: Rope) -> jax.Array:
     return (x32 * rope.cos[:, None, :] + rotated * rope.sin[:, None, :]).astype(x.dtype)
 
 
-def attend(q: jax.Array, segments: list[Segment]) -> jax.Array:
+def attend(q: jax.Array, segments: list[Segment], scale: float) -> jax.Array:
     """Grouped-query attention of q [T, Q, H] over the segments; returns [T, Q, H].
 
-    One softmax in float32 over the keys of all segments together.
+    One softmax in float32 over the keys of all segments together, of scores times `scale`.
     """
     num_kv_heads = segments[0].k.shape[0]
     q = q.reshape(q.shape[0], num_kv_heads, -1, q.shape[-1])  # [T, K, G, H]
-    scale = q.shape[-1] ** -0.5
     scores = []
     for segment in segments:
         s = jnp.einsum("tkgh,ksh->kgts", q, segment.k, preferred_element_type=jnp.float32) * scale
@@ -78,43 +90,44 @@ class DecoderLayer(nnx.Module):
         def matrix(rows: int, cols: int) -> nnx.Param:
             return nnx.Param(jax.random.normal(rngs(), (rows, cols), dtype) * cols**-0.5)
 
-        def ones(size: int) -> nnx.Param:
-            return nnx.Param(jnp.ones(size, dtype))
+        def ones(size: int, exists: bool = True) -> nnx.Param | None:
+            return nnx.Param(jnp.ones(size, dtype)) if exists else None
 
-        def zeros(size: int) -> nnx.Param:
-            return nnx.Param(jnp.zeros(size, dtype))
+        def zeros(size: int) -> nnx.Param | None:
+            return nnx.Param(jnp.zeros(size, dtype)) if config.attention_bias else None
 
         self.input_norm = ones(width)
         self.q_proj = matrix(heads, width)
         self.k_proj = matrix(kv_heads, width)
-        self.v_proj = matrix(kv_heads, width)
+        self.v_proj = None if config.shared_kv else matrix(kv_heads, width)
         self.o_proj = matrix(width, heads)
-        has_bias = config.attention_bias
-        self.q_bias = zeros(heads) if has_bias else None
-        self.k_bias = zeros(kv_heads) if has_bias else None
-        self.v_bias = zeros(kv_heads) if has_bias else None
-        self.o_bias = zeros(width) if has_bias else None
-        self.q_norm = ones(config.head_dim) if config.qk_norm else None
-        self.k_norm = ones(config.head_dim) if config.qk_norm else None
-        self.post_attention_norm = ones(width)
+        self.q_bias = zeros(heads)
+        self.k_bias = zeros(kv_heads)
+        self.v_bias = None if config.shared_kv else zeros(kv_heads)
+        self.o_bias = zeros(width)
+        self.q_norm = ones(config.head_dim, config.qk_norm)
+        self.k_norm = ones(config.head_dim, config.qk_norm)
+        self.post_attention_norm = ones(width, config.sandwich_norms)
+        self.pre_mlp_norm = ones(width)
         self.gate_proj = matrix(config.intermediate_size, width)
         self.up_proj = matrix(config.intermediate_size, width)
         self.down_proj = matrix(width, config.intermediate_size)
+        self.post_mlp_norm = ones(width, config.sandwich_norms)
+        self.layer_scalar = ones(1, config.layer_scalar)
 
     def queries(self, x: jax.Array, rope: Rope) -> jax.Array:
         """Normed and rotated queries [T, Q, H] of x [T, D]."""
         q = _linear(x, self.q_proj, self.q_bias).reshape(-1, self.config.num_heads, self.config.head_dim)
-        if self.q_norm is not None:
-            q = rms_norm(q, self.q_norm[...], self.config.rms_norm_eps)
-        return apply_rope(q, rope)
+        return apply_rope(self._norm(q, self.q_norm), rope)
 
     def keys_values(self, x: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
         """Normed and rotated keys, and values, each [K, T, H], of x [T, D]."""
-        k = _linear(x, self.k_proj, self.k_bias).reshape(-1, self.config.num_kv_heads, self.config.head_dim)
-        v = _linear(x, self.v_proj, self.v_bias).reshape(-1, self.config.num_kv_heads, self.config.head_dim)
-        if self.k_norm is not None:
-            k = rms_norm(k, self.k_norm[...], self.config.rms_norm_eps)
-        return apply_rope(k, rope).transpose(1, 0, 2), v.transpose(1, 0, 2)
+        k = v = _linear(x, self.k_proj, self.k_bias).reshape(-1, self.config.num_kv_heads, self.config.head_dim)
+        if self.v_proj is not None:
+            v = _linear(x, self.v_proj, self.v_bias).reshape(k.shape)
+        if self.config.v_norm:
+            v = rms_norm(v, None, self.config)
+        return apply_rope(self._norm(k, self.k_norm), rope).transpose(1, 0, 2), v.transpose(1, 0, 2)
 
     def __call__(
         self, x: jax.Array, rope: Rope, segments: list[Segment], self_mask: jax.Array
@@ -130,16 +143,25 @@ class DecoderLayer(nnx.Module):
         Returns:
           x [T, D], and the tokens' own keys and values, each [K, T, H].
         """
+        scale = self.config.attention_scale
+        scale = self.config.head_dim**-0.5 if scale is None else scale
         with jax.named_scope("attention"):
-            normed = rms_norm(x, self.input_norm[...], self.config.rms_norm_eps)
+            normed = self._norm(x, self.input_norm)
             k, v = self.keys_values(normed, rope)
-            out = attend(self.queries(normed, rope), [*segments, Segment(k, v, self_mask)])
-            x = x + _linear(out.reshape(x.shape[0], -1), self.o_proj, self.o_bias)
+            out = attend(self.queries(normed, rope), [*segments, Segment(k, v, self_mask)], scale)
+            out = _linear(out.reshape(x.shape[0], -1), self.o_proj, self.o_bias)
+            x = x + self._norm(out, self.post_attention_norm)
         with jax.named_scope("mlp"):
-            normed = rms_norm(x, self.post_attention_norm[...], self.config.rms_norm_eps)
-            gated = jax.nn.silu(_linear(normed, self.gate_proj)) * _linear(normed, self.up_proj)
-            x = x + _linear(gated, self.down_proj)
+            normed = self._norm(x, self.pre_mlp_norm)
+            gated = ACTIVATIONS[self.config.activation](_linear(normed, self.gate_proj)) * _linear(normed, self.up_proj)
+            x = x + self._norm(_linear(gated, self.down_proj), self.post_mlp_norm)
+        if self.layer_scalar is not None:
+            x = x * self.layer_scalar[...][None]
         return x, k, v
+
+    def _norm(self, x: jax.Array, weight: nnx.Param | None) -> jax.Array:
+        """x where the layer has no such norm."""
+        return x if weight is None else rms_norm(x, weight[...], self.config)
 
 
 def stack_layers(config: LayerConfig, num_layers: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> DecoderLayer:

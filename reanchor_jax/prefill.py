@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from reanchor_jax.cache import init_cache, write_rows
+from reanchor_jax.cache import init_cache, init_target_cache, write_rows
 from reanchor_jax.config import DecodeConfig
 from reanchor_jax.pair import Pair, block_size, tap_ids
 from reanchor_jax.sampling import choose_target_tokens, position_noise, token_logprobs
@@ -58,7 +58,8 @@ def prefill(
     max_tokens = jnp.int32(max_new_tokens) if limit is None else jnp.minimum(limit, max_new_tokens)
     chunk = PREFILL_CHUNK
     tokens = jnp.zeros(size, jnp.int32).at[: prompt_ids.shape[0]].set(prompt_ids)
-    cache = init_cache(target.config.layer, target.config.num_layers, size, target.dtype)
+    most_rows = max(chunk, 2 * block_size(pair, config))
+    cache = init_target_cache(target.config, size, target.dtype, most_rows)
     drafter = None if config.method == "ar" else pair.drafter
     taps = tap_ids(pair, config)
     context = (
@@ -74,7 +75,7 @@ def prefill(
         positions = start + jnp.arange(chunk)
         ids = jax.lax.dynamic_slice(tokens, (start,), (chunk,))
         output = target(ids, positions, cache, start, causal, taps)
-        cache = write_rows(cache, output.k, output.v, start)
+        cache = tuple(write_rows(kept, rows.k, rows.v, start) for kept, rows in zip(cache, output.kv, strict=True))
         if drafter is not None:
             rows = drafter.context(output.features, positions)
             context = write_rows(context, rows.k, rows.v, start)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reanchor_jax.cache import KVCache, init_cache
+from reanchor_jax.cache import KVCache, init_target_cache
 from reanchor_jax.checkpoint.fields import Fields, read_json
 from reanchor_jax.config import DecodeConfig, TargetConfig
 from reanchor_jax.draft import draft_blocks
@@ -89,10 +89,11 @@ def roofline(config: TargetConfig, dtype: jnp.dtype, device_kind: str) -> Profil
             f"bfloat16 on {', '.join(sorted(PEAKS))}; measure one: python -m reanchor_jax.profile"
         )
     operations, bandwidth = PEAKS[device_kind]
-    layer = config.layer
-    attention = 2 * layer.hidden_size * layer.head_dim * (layer.num_heads + layer.num_kv_heads)
-    mlp = 3 * layer.hidden_size * layer.intermediate_size
-    weights = config.num_layers * (attention + mlp) + config.vocab_size * layer.hidden_size
+    weights = config.vocab_size * config.layer.hidden_size
+    for layer in config.pattern:
+        heads = 2 * layer.num_heads + (1 if layer.shared_kv else 2) * layer.num_kv_heads
+        attention, mlp = heads * layer.head_dim * layer.hidden_size, 3 * layer.hidden_size * layer.intermediate_size
+        weights += config.num_layers // len(config.pattern) * (attention + mlp)
     reading, computing = weights * jnp.dtype(dtype).itemsize / bandwidth, 2 * weights / operations
     # Flat up to the knee, where both take the same time, then a line through the origin.
     knee = max(1, math.floor(reading / computing))
@@ -113,9 +114,9 @@ def measure(pair: Pair, sizes: Sequence[int], *, context: int, repeats: int) -> 
       repeats: timed runs of each program, after one that is not timed.
     """
     config = pair.target.config
-    cache = init_cache(config.layer, config.num_layers, context, pair.target.dtype)
+    cache = init_target_cache(config, context, pair.target.dtype)
     programs: list[Callable[[], Any]] = [
-        functools.partial(_verify, pair.target, jnp.zeros(size, jnp.int32), cache) for size in sizes
+        functools.partial(_verify, pair.target, jnp.zeros(size, jnp.int32), cache, jnp.int32(context)) for size in sizes
     ]
     if pair.drafter is not None:
         chain = DecodeConfig(method="dflash")
@@ -136,12 +137,12 @@ def measure(pair: Pair, sizes: Sequence[int], *, context: int, repeats: int) -> 
 
 
 @jax.jit
-def _verify(target: Target, tokens: jax.Array, cache: KVCache) -> Any:
+def _verify(target: Target, tokens: jax.Array, cache: tuple[KVCache, ...], context: jax.Array) -> Any:
     """All that a verification computes for a chain of tokens behind a full cache."""
-    count, context = tokens.shape[0], cache.num_slots
+    count = tokens.shape[0]
     causal = jnp.tril(jnp.ones((count, count), bool))
-    output = target(tokens, context + jnp.arange(count), cache, jnp.int32(context), causal)
-    return jnp.argmax(target.logits(output.hidden), axis=-1), output.k, output.v
+    output = target(tokens, context + jnp.arange(count), cache, context, causal)
+    return jnp.argmax(target.logits(output.hidden), axis=-1), output.kv
 
 
 def profile_text(profile: Profile) -> str:

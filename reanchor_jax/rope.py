@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reanchor_jax.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from reanchor_jax.config import LinearScaling, Llama3Scaling, ProportionalScaling, RopeConfig, YarnScaling
 
 
 class Rope(NamedTuple):
@@ -44,6 +44,10 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
         return freqs
     if isinstance(scaling, LinearScaling):
         return freqs / np.float32(scaling.factor)
+    if isinstance(scaling, ProportionalScaling):
+        # H = 16, factor 0.25: int(0.25 * 16 / 2) = 2 pairs turn, 6 stand still.
+        turns = np.arange(head_dim // 2) < int(scaling.partial_rotary_factor * head_dim / 2)
+        return np.where(turns, freqs / np.float32(scaling.factor), np.float32(0))
     kept = _llama3_kept(scaling, freqs) if isinstance(scaling, Llama3Scaling) else _yarn_kept(scaling, config, head_dim)
     return ((1 - kept) * freqs / scaling.factor + kept * freqs).astype(np.float32)
 

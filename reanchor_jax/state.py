@@ -42,7 +42,7 @@ class DecodeState:
     eos_ids: jax.Array  # [E] int32; -1 matches nothing
     done: jax.Array  # () bool
     key: jax.Array  # PRNG key of the target's noise
-    cache: KVCache  # the target's, [L, K, S, H]
+    cache: tuple[KVCache, ...]  # the target's, [R, K, S, H] for each layer of its pattern
     context: KVCache  # the drafter's context keys and values, [L, K, S, H]
     suffix: Suffix
     first_logprobs: TokenLogprobs  # [1, ...] of the token that prefill chose

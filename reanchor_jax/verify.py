@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from reanchor_jax.cache import KVCache
 from reanchor_jax.config import DecodeConfig
 from reanchor_jax.pair import Pair, block_size, tap_ids
 from reanchor_jax.sampling import choose_target_tokens
@@ -21,8 +22,7 @@ class Verdict(NamedTuple):
     tokens: jax.Array  # [N] int32 the target's token behind each node
     logits: jax.Array | None  # [N, V] f32, kept only where log-probabilities are asked for
     features: jax.Array  # [N, C*D] tapped hidden states
-    k: jax.Array  # [L, K, N, H] the nodes' own keys
-    v: jax.Array  # [L, K, N, H] and values
+    kv: tuple[KVCache, ...]  # [R, K, N, H] the nodes' own keys and values, for each layer of the pattern
 
 
 def verify_trie(pair: Pair, state: DecodeState, trie: Trie, config: DecodeConfig, noise: jax.Array | None) -> Verdict:
@@ -62,8 +62,7 @@ def verify_trie(pair: Pair, state: DecodeState, trie: Trie, config: DecodeConfig
             tokens=_pad(tokens, spare, 0),
             logits=None if config.logprobs is None else _pad(logits, spare, 0),
             features=_pad(output.features, spare, 0),
-            k=_pad(output.k, spare, 2),
-            v=_pad(output.v, spare, 2),
+            kv=jax.tree.map(lambda rows: _pad(rows, spare, 2), output.kv),
         )
 
     sizes = trie_sizes(block_size(pair, config), trie.tokens.shape[0], config)

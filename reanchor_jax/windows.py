@@ -1,7 +1,7 @@
-"""Sliding windows of a drafter's attention: which keys a query sees in a layer that slides.
+"""Sliding windows of attention: which keys a query sees in a layer that slides.
 
-Published drafters mix `sliding_attention` and `full_attention` layers, and three readings of the
-former are in use (`reanchor_jax.config.SlidingAttention` says whose they are).
+A target's are causal. Published drafters mix `sliding_attention` and `full_attention` layers too,
+and three readings of the former are in use (`reanchor_jax.config.SlidingAttention`).
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def test_both_spellings_of_golden_configs_agree(tmp_path, name):
     (tmp_path / "generation_config.json").write_text((model / "generation_config.json").read_text())
     new = read_target_config(folder_with(tmp_path, (model / "config.v5.json").read_text()))
     assert old == new
-    assert (old.rope.scaling is not None) == (name == "target_llama3_rope")
+    assert (old.layer.rope.scaling is not None) == (name == "target_llama3_rope")
 
 
 def test_llama3_scaling_is_read_in_both_spellings(tmp_path):
@@ -61,7 +61,7 @@ def test_llama3_scaling_is_read_in_both_spellings(tmp_path):
         {"rope_theta": ..., "rope_scaling": ..., "rope_parameters": LLAMA3 | {"rope_theta": 10000}},
         {"rope_scaling": LLAMA3, "rope_parameters": LLAMA3 | {"rope_theta": 10000.0}},
     ):
-        rope = read_target_config(folder_with(tmp_path, target_config(**changes))).rope
+        rope = read_target_config(folder_with(tmp_path, target_config(**changes))).layer.rope
         assert (rope.theta, rope.scaling) == (10000.0, want)
 
 
@@ -239,7 +239,7 @@ def test_drafters_of_other_kinds_are_named(tmp_path):
     nested = {"mask_token_id": 150, "target_layer_ids": [0, 2]}
     refuses(read(emb_dim=24, gru_hidden_dim=32), "unknown field emb_dim, gru_hidden_dim")
     refuses(read(dflash_config=nested | {"projector_type": "dflash2"}), "projector_type", "domino")
-    refuses(read(architectures=["Gemma4DSparkModel"]), "Qwen3DSparkModel", "other drafters")
+    refuses(read(architectures=["Llama4DSparkModel"]), "Qwen3DSparkModel", "other drafters")
     refuses(read(architectures=["Qwen3DSparkModel"], markov_rank=8), "markov_head_type", "vanilla")
     refuses(read(architectures=["EagleModel"]), "DFlashDraftModel", "DominoDraftModel", "other drafters")
     refuses(read(num_target_layers=2), "target_layer_ids", "0 to 1")

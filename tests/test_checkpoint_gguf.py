@@ -227,7 +227,7 @@ def test_dtype_is_the_one_asked_for(tmp_path):
 
 def test_config_of_a_file(tmp_path):
     config = load_target(make(tmp_path, llama__rope__freq_base=500000.0)).config
-    assert (config.rope.theta, config.rope.scaling) == (500000.0, None)
+    assert (config.layer.rope.theta, config.layer.rope.scaling) == (500000.0, None)
     assert config.layer.rms_norm_eps == 1e-5  # the float32 in the file is 9.999999747378752e-06
     assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
     values = {"tokenizer.ggml.eot_token_id": 9, "tokenizer.ggml.eom_token_id": 2}
@@ -280,7 +280,7 @@ def test_llama3_scaling_behind_rope_freqs(tmp_path, factor):
     extra = {"rope_freqs.weight": (llama3_divisors(500000.0, 16, factor), Kind.F32)}
     got = load_target(make(tmp_path, config=config, extra=extra))
     want = load_target(write_folder(tmp_path / "folder", config, target_tensors(config)))
-    assert got.config == want.config and got.config.rope.scaling is not None
+    assert got.config == want.config and got.config.layer.rope.scaling is not None
     np.testing.assert_array_equal(output(got), output(want))
 
 

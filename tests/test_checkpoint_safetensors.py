@@ -50,8 +50,8 @@ def test_every_tensor_lands_in_its_parameter(tmp_path, tensors):
     np.testing.assert_array_equal(target.embedding[...], tensors["model.embed_tokens.weight"])
     assert target.lm_head is not None
     np.testing.assert_array_equal(target.lm_head[...], tensors["lm_head.weight"])
-    np.testing.assert_array_equal(target.layers.up_proj[...][2], tensors["model.layers.2.mlp.up_proj.weight"])
-    np.testing.assert_array_equal(target.layers.k_norm[...][1], tensors["model.layers.1.self_attn.k_norm.weight"])
+    np.testing.assert_array_equal(target.layers[0].up_proj[...][2], tensors["model.layers.2.mlp.up_proj.weight"])
+    np.testing.assert_array_equal(target.layers[0].k_norm[...][1], tensors["model.layers.1.self_attn.k_norm.weight"])
     total = sum(t.size for t in tensors.values())
     assert sum(leaf.size for leaf in jax.tree.leaves(target)) == total
     given = np.sort(np.concatenate([t.ravel() for t in tensors.values()]))
@@ -68,7 +68,7 @@ def test_mixed_dtypes_are_cast_to_the_one_asked_for(tmp_path, tensors, dtype):
     assert {leaf.dtype for leaf in jax.tree.leaves(target)} == {jnp.dtype(dtype)}
     for layer in range(3):
         name = f"model.layers.{layer}.self_attn.q_proj.weight"
-        np.testing.assert_array_equal(target.layers.q_proj[...][layer], mixed[name].astype(jnp.dtype(dtype)))
+        np.testing.assert_array_equal(target.layers[0].q_proj[...][layer], mixed[name].astype(jnp.dtype(dtype)))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float7", jnp.int32, None, "float64"])
@@ -318,8 +318,8 @@ def test_inspect_prints_both_sides(tmp_path, tensors, capsys):
     folder = write_folder(tmp_path / "t", CONFIG, tensors)
     assert convert(["inspect", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "model.layers.2.mlp.up_proj.weight  [96, 64] F32  ->  layers.up_proj[2]" in out
-    assert "layers.up_proj  [3, 96, 64]" in out
+    assert "model.layers.2.mlp.up_proj.weight  [96, 64] F32  ->  layers.0.up_proj[2]" in out
+    assert "layers.0.up_proj  [3, 96, 64]" in out
     del tensors["model.norm.weight"]
     tensors["extra"] = np.zeros(2, np.float32)
     assert convert(["inspect", str(write_folder(tmp_path / "t", CONFIG, tensors))]) == 1

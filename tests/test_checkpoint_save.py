@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -35,7 +36,14 @@ from tests.checkpoint_folders import refuses
 
 GOLDEN = Path(__file__).parent / "golden"
 LAYER = LayerConfig(
-    hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8, rms_norm_eps=1e-6, qk_norm=True
+    hidden_size=32,
+    intermediate_size=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(theta=1e6, scaling=None),
+    qk_norm=True,
 )
 SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 
@@ -48,8 +56,7 @@ def target_of(
         model_type=model_type,
         vocab_size=50,
         num_layers=3,
-        layer=layer,
-        rope=RopeConfig(theta=12345.678, scaling=scaling),
+        pattern=(dataclasses.replace(layer, rope=RopeConfig(theta=12345.678, scaling=scaling)),),
         tie_word_embeddings=tied,
         max_position_embeddings=99,
         bos_token_id=None if tied else 1,
@@ -81,8 +88,9 @@ def drafter_of(
         target_num_layers=num_target_layers,
         vocab_size=50,
         num_layers=2,
-        layer=LAYER,
-        rope=RopeConfig(theta=1e6, scaling=None if num_target_layers is None else SCALING),
+        layer=LAYER
+        if num_target_layers is None
+        else dataclasses.replace(LAYER, rope=RopeConfig(theta=1e6, scaling=SCALING)),
         head=head,
     )
     return Drafter(config, dtype=dtype, rngs=nnx.Rngs(seed))

@@ -34,7 +34,7 @@ SLOTS = 24
 def node_verdict(targets: jax.Array) -> Verdict:
     """A verdict whose features are node numbers, so that what is kept can be told."""
     numbers = jnp.arange(targets.shape[0], dtype=jnp.float32)[:, None]
-    return Verdict(targets, None, numbers, jnp.zeros(()), jnp.zeros(()))
+    return Verdict(targets, None, numbers, ())
 
 
 @functools.partial(jax.jit, static_argnames="num_nodes", compiler_options=QUICK)
@@ -136,7 +136,7 @@ def make_state(
         eos_ids=eos_ids,
         done=done,
         key=jax.random.key(0),
-        cache=cache(pair.target.config.num_layers),
+        cache=(cache(pair.target.config.num_layers),),
         context=cache(pair.drafter.config.num_layers),
         suffix=Suffix(jnp.zeros((3, 64)), jnp.zeros(3, jnp.int32), jnp.int32(0)),
         first_logprobs=TokenLogprobs(jnp.zeros(1), jnp.zeros((1, 0), jnp.int32), jnp.zeros((1, 0))),
@@ -151,7 +151,7 @@ def verdict_of(pair: Pair, targets: jax.Array, features: jax.Array) -> Verdict:
     layer, num_layers = pair.target.config.layer, pair.target.config.num_layers
     shape = (num_layers, layer.num_kv_heads, NODES, layer.head_dim)
     numbers = jnp.broadcast_to(jnp.arange(NODES, dtype=jnp.float32)[None, None, :, None], shape)
-    return Verdict(targets, None, features, 100 + numbers, 200 + numbers)
+    return Verdict(targets, None, features, (KVCache(100 + numbers, 200 + numbers),))
 
 
 def commit_one(
@@ -228,7 +228,7 @@ def test_caches_get_the_accepted_rows_and_keep_the_committed_ones(commits):
         state: DecodeState = case["committed"].state
         start, stop = case["length"], int(state.length)
         nodes = case["nodes"][: stop - start]
-        for kv, old, new in ((state.cache.k, 0, 100), (state.cache.v, 0.5, 200)):
+        for kv, old, new in ((state.cache[0].k, 0, 100), (state.cache[0].v, 0.5, 200)):
             expected = np.concatenate([np.arange(start) + old, nodes + new])[None, None, :, None]
             assert np.all(kv[:, :, :stop] == expected)
         for kv, old, new in ((state.context.k, 0, case["context"].k), (state.context.v, 0.5, case["context"].v)):

@@ -175,7 +175,7 @@ def test_a_round_behind_the_end_changes_neither_text_nor_length():
     end = int(last.length)
     assert bool(behind.done) and behind.length == end and record.clipped == record.committed
     np.testing.assert_array_equal(behind.tokens[: end + 1], last.tokens[: end + 1])
-    for cache, before in ((behind.cache, last.cache), (behind.context, last.context)):
+    for cache, before in ((behind.cache[0], last.cache[0]), (behind.context, last.context)):
         np.testing.assert_array_equal(cache.k[:, :, :end], before.k[:, :, :end])
         np.testing.assert_array_equal(cache.v[:, :, :end], before.v[:, :, :end])
 

@@ -1,8 +1,9 @@
-"""Kinds of drafters: published ones are read as they are, others and misfits are named."""
+"""Published checkpoints are read as they are; drafters of other kinds, and misfits, are named."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ import pytest
 from flax import nnx
 
 from reanchor_jax.checkpoint import load_drafter
-from reanchor_jax.checkpoint.drafter_config import read_drafter_config
+from reanchor_jax.checkpoint.drafter_config import is_drafter, read_drafter_config
 from reanchor_jax.checkpoint.fill import TensorInfo, compare, named_parameters
-from reanchor_jax.checkpoint.rules import drafter_rules, expand
+from reanchor_jax.checkpoint.hf_config import read_target_config
+from reanchor_jax.checkpoint.rules import drafter_slots, target_slots
 from reanchor_jax.drafter import Drafter
+from reanchor_jax.target import Target
 from tests.checkpoint_folders import drafter_config, drafter_tensors, refuses, write_folder
 
 MANIFESTS = sorted((Path(__file__).parent / "golden" / "manifests").glob("*.json"))
+OTHER_SENSES = ("model.vision_embedder.", "model.embed_vision.", "model.embed_audio.")
 TAPS = {"mask_token_id": 150, "target_layer_ids": [0, 2]}
 DOMINO = {"projector_type": "domino", "emb_dim": 8, "gru_hidden_dim": 8}
 
@@ -40,19 +44,24 @@ def dspark_config(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
-def test_published_drafters_are_read_as_they_are(tmp_path, path):
+def test_published_checkpoints_are_read_as_they_are(tmp_path, path):
     """Every field of the config is known, every tensor is used once, every parameter is filled."""
     manifest = json.loads(path.read_text())
     (tmp_path / "config.json").write_text(json.dumps(manifest["config"]))
-    if manifest["class_name"] == "Gemma4DSparkModel":
-        refuses(lambda: read_drafter_config(tmp_path), "Gemma4DSparkModel", "expected DFlash")
-        return
-    config = read_drafter_config(tmp_path)
-    abstract = jax.eval_shape(lambda: Drafter(config, dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(0)))
+    if is_drafter(tmp_path):
+        config = read_drafter_config(tmp_path)
+        network, slots = Drafter, drafter_slots(config)
+    else:
+        config = read_target_config(tmp_path)
+        network, slots = Target, target_slots(config)
+    abstract = jax.eval_shape(lambda: network(config, dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(0)))
     tensors = {name: TensorInfo(tuple(shape), "BF16") for name, shape in manifest["keys"].items()}
-    slots = expand(drafter_rules(config), config.num_layers)
     compare(tensors, slots, named_parameters(abstract), frozenset({"BF16"})).check(path.stem)
-    assert len(slots) == len(tensors) == len({(slot.path, slot.layer) for slot in slots.values()})
+    others = {name for name in tensors if name.startswith(OTHER_SENSES)}
+    assert len(slots) == len(tensors) - len(others) == len({(slot.path, slot.layer) for slot in slots.values()})
+    assert len(others) == (11 if path.stem == "Gemma-4-12B" else 0)
+    size = sum(math.prod(leaf.shape) for leaf in named_parameters(abstract).values())
+    assert size == manifest["num_params"] - sum(math.prod(tensors[name].shape) for name in others)
 
 
 def test_configs_of_no_supported_kind_say_what_was_found(tmp_path):

@@ -29,7 +29,7 @@ from tests.checkpoint_folders import (
 from tests.golden_heads import check_random_pair
 from tests.numpy_drafter import NumpyDrafter
 from tests.test_rope import GIVEN, PLAIN
-from tests.tiny import make_pair
+from tests.tiny import ROPE, layer_config, make_pair
 
 OTHER_SHAPE = LayerConfig(
     hidden_size=32,
@@ -38,6 +38,7 @@ OTHER_SHAPE = LayerConfig(
     num_kv_heads=1,
     head_dim=12,
     rms_norm_eps=1e-6,
+    rope=ROPE,
     qk_norm=True,
     attention_bias=True,
 )
@@ -101,7 +102,7 @@ def test_scaled_drafters_and_targets_load_back(tmp_path, scaling):
     same(load_drafter(tmp_path / "b"), drafter)
     config = target_config(rope_scaling=scaling)
     target = load_target(write_folder(tmp_path / "c", config, target_tensors(config)))
-    assert target.config.rope == drafter.config.rope and target.config.rope.scaling is not None
+    assert target.config.layer.rope == drafter.config.layer.rope and target.config.layer.rope.scaling is not None
     save_target(target, tmp_path / "d", dtype=jnp.float32)
     same(load_target(tmp_path / "d"), target)
 
@@ -114,7 +115,7 @@ def test_scaled_drafters_and_targets_load_back(tmp_path, scaling):
     ],
 )
 def test_other_shapes_round_trip_and_decode(tmp_path: Path, block_size: int, rope: RopeConfig):
-    changes = {"layer": OTHER_SHAPE, "rope": rope, "num_layers": 1}
+    changes = {"layer": dataclasses.replace(OTHER_SHAPE, rope=rope), "num_layers": 1}
     pair = make_pair(block_size, drafter=changes)
     assert pair.drafter is not None and pair.drafter.config.block_size == block_size
     check_pair(pair.target, pair.drafter)
@@ -125,7 +126,8 @@ def test_other_shapes_round_trip_and_decode(tmp_path: Path, block_size: int, rop
 
 def test_linear_scaling_slows_every_position():
     """Twice the position at half the speed is the same place."""
-    pair = make_pair(4, drafter={"rope": RopeConfig(theta=1e4, scaling=LinearScaling(factor=2.0))})
+    slowed = RopeConfig(theta=1e4, scaling=LinearScaling(factor=2.0))
+    pair = make_pair(4, drafter={"layer": dataclasses.replace(layer_config(qk_norm=True), rope=slowed)})
     plain = make_pair(4)
     assert pair.drafter is not None and plain.drafter is not None
     x = jax.random.normal(jax.random.key(0), (5, 64))

@@ -62,7 +62,7 @@ def test_sharded_equals_unsharded(family, tied):
 def test_each_device_holds_its_part():
     mesh = make_mesh(model=2)
     sharded = shard_pair(pair("llama", False), mesh)
-    layers = sharded.target.layers
+    layers = sharded.target.layers[0]
     for weight, axis in (
         (layers.q_proj, 1), (layers.k_proj, 1), (layers.v_proj, 1), (layers.o_proj, 2), (layers.gate_proj, 1),
         (layers.up_proj, 1), (layers.down_proj, 2), (sharded.target.embedding, 0), (sharded.target.lm_head, 0),
@@ -83,7 +83,7 @@ def test_caches_follow_the_weights():
     sharded = shard_pair(pair("llama", True), mesh)
     prefilled = start(sharded, ids, num, key=key)
     for state in (prefilled, step(sharded, prefilled)[0]):
-        for cache in (state.cache.k, state.cache.v, state.context.k, state.context.v):
+        for cache in (state.cache[0].k, state.cache[0].v, state.context.k, state.context.v):
             layers, heads, slots, dim = cache.shape
             assert cache.addressable_shards[0].data.shape == (layers, heads // 2, slots, dim)
 

@@ -76,14 +76,14 @@ def rebuild(pair: Pair, tokens: jax.Array) -> tuple[KVCache, KVCache]:
     drafter = pair.drafter
     assert drafter is not None
     output = forward_text(pair.target, tokens, drafter.config.target_layer_ids)
-    return KVCache(output.k, output.v), drafter.context(output.features, jnp.arange(tokens.shape[0]))
+    return output.kv[0], drafter.context(output.features, jnp.arange(tokens.shape[0]))
 
 
 def check_caches(state: DecodeState) -> None:
     """Every committed slot of both caches equals the one rebuilt from the tokens."""
     length = int(state.length)
     rebuilt = rebuild(pair(), state.tokens)
-    for cache, expected in zip((state.cache, state.context), rebuilt, strict=True):
+    for cache, expected in zip((state.cache[0], state.context), rebuilt, strict=True):
         for name in ("k", "v"):
             actual, wanted = (np.asarray(getattr(c, name))[:, :, :length] for c in (cache, expected))
             np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-4)
@@ -162,7 +162,7 @@ def fill_to_the_end() -> DecodeState:
 def test_an_exactly_sized_cache_is_not_overwritten_at_its_end():
     state = fill_to_the_end()
     assert int(state.length) == 8 + 3 * BLOCK + 2 + 128 - 1
-    assert state.cache.num_slots == 8 + 3 * BLOCK + 2 + 128 + 2 * BLOCK
+    assert state.cache[0].num_slots == 8 + 3 * BLOCK + 2 + 128 + 2 * BLOCK
 
 
 def test_without_slack_the_end_would_be_overwritten(monkeypatch):

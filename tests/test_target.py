@@ -10,14 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reanchor_jax.cache import KVCache, init_cache, write_rows
+from reanchor_jax.cache import KVCache, init_target_cache, write_rows
 from reanchor_jax.checkpoint import load_target
 from reanchor_jax.config import Llama3Scaling, RopeConfig
 from reanchor_jax.rope import rope_frequencies
 from reanchor_jax.target import Target, TargetOutput
 
 GOLDEN = Path(__file__).parent / "golden"
-RANDOM = ("target_llama3_rope", "target_llama_tied", "target_qwen3_tied", "target_qwen3_untied")
+RANDOM = (
+    "target_llama3_rope", "target_llama_tied", "target_qwen3_tied", "target_qwen3_untied",
+    "target_gemma4_dense", "target_gemma4_unified",
+)  # fmt: skip
 TRAINED = ("trained_qwen3_target", "trained_llama_target")
 TOLERANCE = 2e-4
 
@@ -33,20 +36,32 @@ def case(request) -> tuple[Target, dict[str, np.ndarray]]:
     return load_target(folder / "model"), arrays
 
 
-def empty(target: Target, num_slots: int = 0, fill: float = 0.0) -> KVCache:
-    cache = init_cache(target.config.layer, target.config.num_layers, num_slots, target.dtype)
+Cache = tuple[KVCache, ...]
+
+
+def empty(target: Target, num_slots: int = 0, fill: float = 0.0) -> Cache:
+    """Sliding layers have a ring for writes of 4 rows."""
+    cache = init_target_cache(target.config, num_slots, target.dtype, most_rows=4)
     return jax.tree.map(lambda x: jnp.full_like(x, fill), cache)
+
+
+def written(cache: Cache, output: TargetOutput) -> Cache:
+    """The cache behind a forward over the first tokens, 4 rows at a time: a ring of 12 slots wraps."""
+    for start in range(0, output.hidden.shape[0], 4):
+        kv = jax.tree.map(lambda x, start=start: x[:, :, start : start + 4], output.kv)
+        cache = tuple(write_rows(kept, rows.k, rows.v, jnp.int32(start)) for kept, rows in zip(cache, kv, strict=True))
+    return cache
 
 
 @jax.jit
 def forward(
-    target: Target, tokens: jax.Array, positions: jax.Array, cache: KVCache, cache_len: jax.Array, mask: jax.Array
+    target: Target, tokens: jax.Array, positions: jax.Array, cache: Cache, cache_len: jax.Array, mask: jax.Array
 ) -> TargetOutput:
     """A forward that taps every layer."""
     return target(tokens, positions, cache, cache_len, mask, tuple(range(target.config.num_layers)))
 
 
-def causal(target: Target, tokens: jax.Array, cache: KVCache, cache_len: jax.Array) -> TargetOutput:
+def causal(target: Target, tokens: jax.Array, cache: Cache, cache_len: jax.Array) -> TargetOutput:
     """A plain forward behind `cache_len` slots."""
     num = tokens.shape[0]
     positions = cache_len + jnp.arange(num, dtype=jnp.int32)
@@ -86,7 +101,7 @@ def test_forward_behind_a_cache(case):
     target, arrays = case
     tokens, split = jnp.asarray(arrays["input_ids"]), 20
     first = causal(target, tokens[:split], empty(target), jnp.int32(0))
-    cache = write_rows(empty(target, len(tokens) + 9, fill=50.0), first.k, first.v, jnp.int32(0))
+    cache = written(empty(target, len(tokens) + 9, fill=50.0), first)
     rest = causal(target, tokens[split:], cache, jnp.int32(split))
     close(taps(target, rest), arrays["hidden_states"][1:, split:])
     close(target.logits(rest.hidden), arrays["logits"][split:])
@@ -152,7 +167,7 @@ def test_tree_mask_equals_each_path_alone(case, parents):
     prompt = arrays["input_ids"][:num_prompt]
     nodes = np.random.default_rng(5).integers(0, target.config.vocab_size, num).astype(np.int32)
     first = causal(target, jnp.asarray(prompt), empty(target), jnp.int32(0))
-    cache = write_rows(empty(target, 40, fill=50.0), first.k, first.v, jnp.int32(0))
+    cache = written(empty(target, 40, fill=50.0), first)
     mask = ancestors(parents)
     depths = mask.sum(1) - 1
     positions = jnp.asarray(num_prompt + depths, jnp.int32)
@@ -164,8 +179,9 @@ def test_tree_mask_equals_each_path_alone(case, parents):
     node, last = np.arange(num), num_prompt + depths
     close(tree.hidden, alone.hidden[node, last])
     close(tree.features, alone.features[node, last])
-    close(tree.k.transpose(2, 0, 1, 3), np.asarray(alone.k)[node, :, :, last])
-    close(tree.v.transpose(2, 0, 1, 3), np.asarray(alone.v)[node, :, :, last])
+    for own, lone in zip(tree.kv, alone.kv, strict=True):
+        close(own.k.transpose(2, 0, 1, 3), np.asarray(lone.k)[node, :, :, last])
+        close(own.v.transpose(2, 0, 1, 3), np.asarray(lone.v)[node, :, :, last])
 
 
 def test_position_from_the_index_would_be_seen():
@@ -183,7 +199,7 @@ def test_bfloat16_stays_bfloat16_and_agrees_where_float32_is_sure():
     folder = GOLDEN / "trained_qwen3_target"
     target, arrays = load_target(folder / "model", dtype=jnp.bfloat16), np.load(folder / "expected.npz")
     out = causal(target, jnp.asarray(arrays["full0_ids"]), empty(target), jnp.int32(0))
-    assert {out.hidden.dtype, out.features.dtype, out.k.dtype, out.v.dtype} == {jnp.dtype(jnp.bfloat16)}
+    assert {out.hidden.dtype, out.features.dtype, out.kv[0].k.dtype, out.kv[0].v.dtype} == {jnp.dtype(jnp.bfloat16)}
     logits = target.logits(out.hidden)
     assert logits.dtype == jnp.float32
     want = arrays["full0_logits"]

@@ -199,16 +199,16 @@ def test_new_drafter_projects_context_as_the_target_does(pair: Pair):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(7, 32)), jnp.float32)
     context = drafter.context(jnp.concatenate([x * 0 + 5, x], axis=1), jnp.arange(7))
     output = target(
-        jnp.zeros(7, jnp.int32), jnp.arange(7), jax.tree.map(lambda a: a[:, :, :0], _stack(context, 3)), jnp.int32(0),
+        jnp.zeros(7, jnp.int32), jnp.arange(7), (jax.tree.map(lambda a: a[:, :, :0], _stack(context, 3)),), jnp.int32(0),
         jnp.ones((7, 7), bool),
     )  # fmt: skip
-    assert output.k.shape[0] == 3
+    assert output.kv[0].k.shape[0] == 3
     from reanchor_jax.layers import rms_norm
     from reanchor_jax.rope import make_rope
 
-    layer = jax.tree.map(lambda w: w[1], target.layers)
-    rope = make_rope(target.config.rope, 8, jnp.arange(7))
-    k, v = layer.keys_values(rms_norm(x, layer.input_norm[...], 1e-5), rope)
+    layer = jax.tree.map(lambda w: w[1], target.layers[0])
+    rope = make_rope(target.config.layer.rope, 8, jnp.arange(7))
+    k, v = layer.keys_values(rms_norm(x, layer.input_norm[...], layer.config), rope)
     np.testing.assert_allclose(context.k[0], k, atol=1e-5)
     np.testing.assert_allclose(context.v[0], v, atol=1e-5)
 

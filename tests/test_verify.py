@@ -41,7 +41,7 @@ def alone(pair: Pair, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arra
     """Logits, features, keys and values of a whole sequence, without any cache."""
     assert pair.drafter is not None
     output = forward_text(pair.target, tokens, pair.drafter.config.target_layer_ids)
-    return pair.target.logits(output.hidden), output.features, output.k, output.v
+    return pair.target.logits(output.hidden), output.features, output.kv[0].k, output.kv[0].v
 
 
 def start(family: str) -> tuple[DecodeState, np.ndarray]:
@@ -69,8 +69,8 @@ def test_every_node_equals_its_path_alone(family, config):
             close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
             close(verdict.logits[nodes[:fits]], logits[here])
             close(verdict.features[nodes[:fits]], features[here])
-            close(verdict.k[:, :, nodes[:fits]], k[:, :, here])
-            close(verdict.v[:, :, nodes[:fits]], v[:, :, here])
+            close(verdict.kv[0].k[:, :, nodes[:fits]], k[:, :, here])
+            close(verdict.kv[0].v[:, :, nodes[:fits]], v[:, :, here])
             assert verdict.tokens[nodes[:fits]].tolist() == logits[here].argmax(axis=1).tolist()
 
 

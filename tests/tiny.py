@@ -60,6 +60,7 @@ def layer_config(*, qk_norm: bool, width: int = 32) -> LayerConfig:
         num_kv_heads=2,
         head_dim=8,
         rms_norm_eps=1e-5,
+        rope=ROPE,
         qk_norm=qk_norm,
     )
 
@@ -83,8 +84,7 @@ def make_pair(
         model_type=family,
         vocab_size=vocab_size,
         num_layers=3,
-        layer=layer_config(qk_norm=family == "qwen3", width=width),
-        rope=ROPE,
+        pattern=(layer_config(qk_norm=family == "qwen3", width=width),),
         tie_word_embeddings=tied,
         max_position_embeddings=512,
         bos_token_id=None,
@@ -98,7 +98,6 @@ def make_pair(
         vocab_size=vocab_size,
         num_layers=2,
         layer=layer_config(qk_norm=True, width=width),
-        rope=ROPE,
         head=head,
     )
     drafter_config = dataclasses.replace(drafter_config, **(drafter or {}))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args
 
-from reanchor_jax.checkpoint import hf_config, kinds, rope_config, speculators
+from reanchor_jax.checkpoint import gemma_config, hf_config, kinds, rope_config, speculators
 from reanchor_jax.checkpoint.fields import Fields, read_json
 from reanchor_jax.config import (
     DominoConfig,
     DrafterConfig,
     DSparkConfig,
     HeadConfig,
+    LayerConfig,
     LMHeadConfig,
     MarkovHead,
     SlidingAttention,
@@ -22,6 +23,8 @@ DRAFTER_CLASSES = {
     DominoConfig: "DominoDraftModel",
     DSparkConfig: "Qwen3DSparkModel",
 }
+GEMMA_CLASS = "Gemma4DSparkModel"
+"""DSpark over layers of Gemma 4."""
 MAX_BLOCK = 256
 # Token ids, table and length are the target's.
 _INERT = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "max_position_embeddings")
@@ -38,14 +41,16 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
     fields = Fields(read_json(path), str(path))
     if speculators.is_speculators(fields.data):
         fields = Fields(speculators.flatten(fields), str(path))
-    if fields.get_or_none("architectures") not in [[name] for name in DRAFTER_CLASSES.values()]:
+    if fields.get_or_none("architectures") not in [[name] for name in (*DRAFTER_CLASSES.values(), GEMMA_CLASS)]:
         raise kinds.unsupported(fields)
     # DSpark's own fields are at top level, those of the others in a section.
-    is_dspark = fields.get("architectures") == [DRAFTER_CLASSES[DSparkConfig]]
+    is_gemma = fields.get("architectures") == [GEMMA_CLASS]
+    is_dspark = is_gemma or fields.get("architectures") == [DRAFTER_CLASSES[DSparkConfig]]
     section = fields if is_dspark else fields.section("dflash_config")
-    head = _read_dspark(fields) if is_dspark else _read_dflash(fields, section)
+    head = _read_dspark(fields, is_gemma) if is_dspark else _read_dflash(fields, section)
     fields.get("model_type")
-    fields.only("model_type", "qwen3", why="other drafter layers are not supported")
+    model_types = ("gemma4_text", "gemma4_unified_text") if is_gemma else ("qwen3",)
+    fields.only("model_type", *model_types, why="other drafter layers are not supported")
     vocab_size = fields.integer("vocab_size", 1, hf_config.MAX_VOCAB)
     num_layers = fields.integer("num_hidden_layers", 1, hf_config.MAX_LAYERS)
     num_target_layers = None
@@ -63,14 +68,16 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
         target_num_layers=num_target_layers,
         vocab_size=vocab_size,
         num_layers=num_layers,
-        layer=hf_config.read_layer(fields, qk_norm=True, head_dim_required=True),
-        rope=rope_config.read_rope(fields),
+        layer=_read_gemma_layer(fields, num_layers)
+        if is_gemma
+        else hf_config.read_layer(fields, qk_norm=True, head_dim_required=True),
         head=head,
-        **_read_sliding(fields, section, num_layers),
+        **({} if is_gemma else _read_sliding(fields, section, num_layers)),
     )
     if section is not fields:
         section.finish()
-    hf_config.only_plain_layers(fields)
+    if not is_gemma:
+        hf_config.only_plain_layers(fields)
     fields.ignore(*hf_config.INERT, *_INERT)
     fields.finish()
     return config
@@ -85,7 +92,16 @@ def is_drafter(path: Path) -> bool:
     return "DraftModel" in architectures or "DSpark" in architectures or speculators.is_speculators(data)
 
 
-def _read_dspark(fields: Fields) -> DSparkConfig:
+def _read_gemma_layer(fields: Fields, num_layers: int) -> LayerConfig:
+    """The layer that all layers of a Gemma drafter are: Gemma's full attention layer."""
+    layer, *others = gemma_config.read_pattern(fields, num_layers)
+    if others:
+        raise fields.fail("layer_types", fields.get("layer_types"), '"full_attention" alone, as DSpark drafters have')
+    fields.ignore("target_model_type", "target_text_model_type")
+    return layer
+
+
+def _read_dspark(fields: Fields, is_gemma: bool) -> DSparkConfig:
     rank = fields.integer("markov_rank", 0, hf_config.MAX_WIDTH)
     kind = fields.get_or_none("markov_head_type")
     if rank and kind not in get_args(MarkovHead):
@@ -107,6 +123,8 @@ def _read_dspark(fields: Fields) -> DSparkConfig:
         enable_confidence_head=confidence,
         confidence_head_with_markov=confidence and fields.boolean("confidence_head_with_markov"),
         confidence_temperatures=temperatures,
+        scaled_embedding=is_gemma,
+        logit_softcap=gemma_config.read_softcap(fields) if is_gemma else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -95,19 +96,17 @@ class GGUFSource:
     def _read_config(self, fields: Fields) -> TargetConfig:
         vocab_size = fields.integer("tokenizer.ggml.tokens", 1, MAX_VOCAB)
         fields.only("llama.vocab_size", vocab_size, why="it is the number of tokens")
-        layer = _read_layer(fields)
+        layer = _read_layer(fields, self._read_rope)
         context = fields.integer("llama.context_length", 1, MAX_POSITIONS)
         bos = None
         if "tokenizer.ggml.bos_token_id" in fields:
             bos = fields.integer("tokenizer.ggml.bos_token_id", 0, vocab_size - 1)
         stops = {fields.integer(name, 0, vocab_size - 1) for name in _STOP_IDS if name in fields}
-        rope = self._read_rope(fields, layer.head_dim)
         config = TargetConfig(
             model_type="llama",
             vocab_size=vocab_size,
             num_layers=fields.integer("llama.block_count", 1, MAX_LAYERS),
-            layer=layer,
-            rope=rope,
+            pattern=(layer,),
             tie_word_embeddings="output.weight" not in self.tensors,
             max_position_embeddings=context,
             bos_token_id=bos,
@@ -153,7 +152,8 @@ class GGUFSource:
         return scaled
 
 
-def _read_layer(fields: Fields) -> LayerConfig:
+def _read_layer(fields: Fields, read_rope: Callable[[Fields, int], RopeConfig]) -> LayerConfig:
+    """Sizes of a decoder layer; `read_rope` needs its head dim."""
     width = fields.integer("llama.embedding_length", 1, MAX_WIDTH)
     num_heads = fields.integer("llama.attention.head_count", 1, MAX_WIDTH)
     num_kv_heads = fields.integer("llama.attention.head_count_kv", 1, MAX_WIDTH)
@@ -177,6 +177,7 @@ def _read_layer(fields: Fields) -> LayerConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=_float32(fields.number("llama.attention.layer_norm_rms_epsilon", above=0, below=1)),
+        rope=read_rope(fields, head_dim),
         qk_norm=False,
     )
 

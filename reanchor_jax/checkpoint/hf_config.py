@@ -1,4 +1,4 @@
-"""config.json of a `llama` or `qwen3` target, in both spellings, to `TargetConfig`.
+"""config.json of a target, in both spellings, to `TargetConfig`.
 
 A config is untrusted input. Fields fall into four lists: those read, those that may have one value
 only, those that do not change the computation, and all others, which are an error.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from reanchor_jax.checkpoint import gemma_config
 from reanchor_jax.checkpoint.fields import Fields, read_json
 from reanchor_jax.checkpoint.rope_config import MAX_POSITIONS, read_rope
 from reanchor_jax.config import LayerConfig, TargetConfig
@@ -44,7 +45,16 @@ INERT = (
 )
 # fmt: on
 
-CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
+    "gemma4": "Gemma4ForConditionalGeneration",
+    "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
+}
+TEXT_PARTS = {"gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
+"""Model types that read more than text, and what `text_config` says of theirs."""
 
 
 def read_target_config(folder: Path) -> TargetConfig:
@@ -58,33 +68,53 @@ def read_target_config(folder: Path) -> TargetConfig:
     _refuse_drafter(fields)
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in CLASSES:
-        raise fields.fail("model_type", model_type, "llama or qwen3, the supported targets")
+        raise fields.fail("model_type", model_type, f"one of {', '.join(CLASSES)}, the supported targets")
     fields.only("architectures", [CLASSES[model_type]])
-    vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
-    num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
+    text = _text_part(fields, model_type) if model_type in TEXT_PARTS else fields
+    vocab_size = text.integer("vocab_size", 1, MAX_VOCAB)
+    num_layers = text.integer("num_hidden_layers", 1, MAX_LAYERS)
+    is_gemma = model_type.startswith("gemma4")
+    if is_gemma:
+        pattern = gemma_config.read_pattern(text, num_layers)
+    else:
+        pattern = (read_layer(text, qk_norm=model_type == "qwen3", head_dim_required=model_type != "llama"),)
     config = TargetConfig(
         model_type=model_type,
         vocab_size=vocab_size,
         num_layers=num_layers,
-        layer=read_layer(fields, qk_norm=model_type == "qwen3", head_dim_required=model_type != "llama"),
-        rope=read_rope(fields),
-        tie_word_embeddings=fields.boolean("tie_word_embeddings"),
-        max_position_embeddings=fields.integer("max_position_embeddings", 1, MAX_POSITIONS),
+        pattern=pattern,
+        tie_word_embeddings=text.boolean("tie_word_embeddings"),
+        max_position_embeddings=text.integer("max_position_embeddings", 1, MAX_POSITIONS),
         bos_token_id=None
-        if fields.get_or_none("bos_token_id") is None
-        else fields.integer("bos_token_id", 0, vocab_size - 1),
-        eos_token_ids=_eos_ids(fields, vocab_size),
+        if text.get_or_none("bos_token_id") is None
+        else text.integer("bos_token_id", 0, vocab_size - 1),
+        eos_token_ids=tuple(sorted({*_eos_ids(text, vocab_size), *_eos_ids(fields, vocab_size)})),
+        scaled_embedding=is_gemma,
+        logit_softcap=gemma_config.read_softcap(text) if is_gemma else None,
     )
-    only_plain_layers(fields)
-    only_full_attention(fields, num_layers)
-    fields.ignore(*INERT)
-    fields.finish()
+    if not is_gemma:
+        only_plain_layers(fields)
+        only_full_attention(fields, num_layers)
+    for part in (text, fields):
+        part.ignore(*INERT)
+        part.finish()
     generation = folder / "generation_config.json"
     if not generation.exists():
         return config
     more = _eos_ids(Fields(read_json(generation), str(generation)), vocab_size)
     ids = tuple(sorted({*config.eos_token_ids, *more}))
     return dataclasses.replace(config, eos_token_ids=ids)
+
+
+def _text_part(fields: Fields, model_type: str) -> Fields:
+    """The section that describes the text decoder of a model that reads more than text."""
+    text = fields.section("text_config")
+    if text.get("model_type") != TEXT_PARTS[model_type]:
+        raise text.fail("model_type", text.get("model_type"), f'"{TEXT_PARTS[model_type]}"')
+    # Given twice, it must be the same twice.
+    fields.only("tie_word_embeddings", text.data.get("tie_word_embeddings"), why="as in text_config")
+    fields.ignore(*gemma_config.MULTIMODAL_FIELDS)
+    return text
 
 
 def read_layer(fields: Fields, *, qk_norm: bool, head_dim_required: bool) -> LayerConfig:
@@ -112,6 +142,7 @@ def read_layer(fields: Fields, *, qk_norm: bool, head_dim_required: bool) -> Lay
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps", above=0, below=1),
+        rope=read_rope(fields),
         qk_norm=qk_norm,
         attention_bias=fields.boolean("attention_bias") if "attention_bias" in fields else False,
     )

@@ -19,17 +19,15 @@ from reanchor_jax.checkpoint.gguf_source import GGUFSource, is_gguf
 from reanchor_jax.checkpoint.hf_config import read_target_config
 from reanchor_jax.checkpoint.hub import MASK_EMBEDDING_FILE, resolve
 from reanchor_jax.checkpoint.rules import (
-    EMBEDDING_NAME,
     HEAD_NAME,
     MASK_EMBEDDING_NAME,
     OLD_HEAD_PREFIX,
     OWN_EMBEDDING_NAME,
     OWN_HEAD_NAME,
     Slot,
-    drafter_rules,
-    expand,
-    gguf_rules,
-    target_rules,
+    drafter_slots,
+    gguf_slots,
+    target_slots,
 )
 from reanchor_jax.checkpoint.safetensors_source import SafetensorsSource
 from reanchor_jax.config import DrafterConfig, LMHeadConfig
@@ -58,7 +56,7 @@ class Plan(NamedTuple, Generic[M]):
         """Reads the tensors into a new module; errors as in `load_target`."""
         self.check()
         if HEAD_NAME in self.source.tensors and HEAD_NAME not in self.slots:
-            _check_tied(self.source)
+            _check_tied(self.source, next(name for name, slot in self.slots.items() if slot.path == "embedding"))
         for name, slot in self.slots.items():
             if slot.transform == "offsets_to_ids":
                 marks = self.source.read(vocab_map.MARKS) if vocab_map.MARKS in self.source.tensors else None
@@ -70,7 +68,7 @@ def load_target(source: str | Path, *, dtype: DTypeLike = jnp.float32, revision:
     """Loads a target.
 
     Args:
-      source: a Hugging Face folder (`llama` or `qwen3`, safetensors), a GGUF file (`llama`), or a
+      source: a Hugging Face folder (`llama`, `qwen3` or Gemma 4, safetensors), a GGUF file (`llama`), or a
         hub id `org/name`.
       dtype: dtype of parameters and activations; the file's dtypes are cast to it.
       revision: branch, tag or commit, for hub ids.
@@ -95,12 +93,12 @@ def plan_target(path: Path, dtype: jnp.dtype) -> Plan[Target]:
     copies: tuple[str, ...] = ()
     if path.is_dir():
         config, source = read_target_config(path), SafetensorsSource(path)
-        slots = expand(target_rules(config), config.num_layers)
+        slots = target_slots(config)
         copies = (HEAD_NAME,) if config.tie_word_embeddings else ()
     elif is_gguf(path):
         source = GGUFSource(path)
         config = source.config
-        slots = expand(gguf_rules(config), config.num_layers)
+        slots = gguf_slots(config)
     else:
         raise ReanchorError(f"{path} is no GGUF file; expected one, or a folder with config.json and safetensors")
     abstract = jax.eval_shape(lambda: Target(config, dtype=dtype, rngs=nnx.Rngs(0)))
@@ -116,7 +114,7 @@ def plan_drafter(path: Path, dtype: jnp.dtype) -> Plan[Drafter]:
     kinds.check_tensors(source.name, source.tensors, config)
     config = _with_own_parts(config, path, source)
     old = any(name.startswith(OLD_HEAD_PREFIX) for name in source.tensors)
-    slots = expand(drafter_rules(config, OLD_HEAD_PREFIX if old else ""), config.num_layers)
+    slots = drafter_slots(config, OLD_HEAD_PREFIX if old else "")
     if vocab_map.VLLM_OFFSETS in source.tensors and vocab_map.OFFSETS in slots:
         slots[vocab_map.VLLM_OFFSETS] = slots.pop(vocab_map.OFFSETS)
     copies = (vocab_map.MARKS,) if any(slot.transform == "offsets_to_ids" for slot in slots.values()) else ()
@@ -154,11 +152,10 @@ def float_dtype(dtype: DTypeLike) -> jnp.dtype:
     return checked
 
 
-def _check_tied(source: TensorSource) -> None:
-    """A tied model may carry its head a second time, if it is the same."""
-    head, embedding = source.read(HEAD_NAME), source.read(EMBEDDING_NAME)
-    if not np.array_equal(head, embedding):
+def _check_tied(source: TensorSource, embedding: str) -> None:
+    """A tied model may carry its head a second time, if it is the same as the tensor `embedding`."""
+    if not np.array_equal(source.read(HEAD_NAME), source.read(embedding)):
         raise ReanchorError(
-            f"{source.name}: {HEAD_NAME} differs from {EMBEDDING_NAME}, but tie_word_embeddings is true; "
+            f"{source.name}: {HEAD_NAME} differs from {embedding}, but tie_word_embeddings is true; "
             "expected equal tensors: set it to false if the head is its own"
         )

@@ -1,7 +1,6 @@
 """Which tensor of a checkpoint fills which parameter: tables, one rule a tensor family.
 
-A rule reads both ways: loading expands `{layer}` into the names that the file must hold, saving
-expands it into the names that are written.
+A table reads both ways: its slots are the names that the file must hold, and those that are written.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ class Rule(NamedTuple):
     """One tensor family."""
 
     source: str
-    """Name in the file. With `{layer}` there is one tensor a layer, stacked on axis 0."""
+    """Name in the file; of a layer's tensor, behind `layers.N.`."""
     path: str
-    """Dotted path of the parameter in the module."""
+    """Dotted path of the parameter in the module; of a layer's, in the layer."""
     transform: str = "copy"
     """Key of `TRANSFORMS`."""
 
@@ -37,26 +36,32 @@ class Slot(NamedTuple):
 
 
 _LAYER = (
-    Rule("layers.{layer}.input_layernorm.weight", "layers.input_norm"),
-    Rule("layers.{layer}.self_attn.q_proj.weight", "layers.q_proj"),
-    Rule("layers.{layer}.self_attn.k_proj.weight", "layers.k_proj"),
-    Rule("layers.{layer}.self_attn.v_proj.weight", "layers.v_proj"),
-    Rule("layers.{layer}.self_attn.o_proj.weight", "layers.o_proj"),
-    Rule("layers.{layer}.post_attention_layernorm.weight", "layers.post_attention_norm"),
-    Rule("layers.{layer}.mlp.gate_proj.weight", "layers.gate_proj"),
-    Rule("layers.{layer}.mlp.up_proj.weight", "layers.up_proj"),
-    Rule("layers.{layer}.mlp.down_proj.weight", "layers.down_proj"),
+    Rule("input_layernorm.weight", "input_norm"),
+    Rule("self_attn.q_proj.weight", "q_proj"),
+    Rule("self_attn.k_proj.weight", "k_proj"),
+    Rule("self_attn.o_proj.weight", "o_proj"),
+    Rule("mlp.gate_proj.weight", "gate_proj"),
+    Rule("mlp.up_proj.weight", "up_proj"),
+    Rule("mlp.down_proj.weight", "down_proj"),
+)
+_V_PROJ = (Rule("self_attn.v_proj.weight", "v_proj"),)
+_PRE_NORMS = (Rule("post_attention_layernorm.weight", "pre_mlp_norm"),)
+_SANDWICH_NORMS = (
+    Rule("post_attention_layernorm.weight", "post_attention_norm"),
+    Rule("pre_feedforward_layernorm.weight", "pre_mlp_norm"),
+    Rule("post_feedforward_layernorm.weight", "post_mlp_norm"),
 )
 _QK_NORM = (
-    Rule("layers.{layer}.self_attn.q_norm.weight", "layers.q_norm"),
-    Rule("layers.{layer}.self_attn.k_norm.weight", "layers.k_norm"),
+    Rule("self_attn.q_norm.weight", "q_norm"),
+    Rule("self_attn.k_norm.weight", "k_norm"),
 )
 _ATTENTION_BIAS = (
-    Rule("layers.{layer}.self_attn.q_proj.bias", "layers.q_bias"),
-    Rule("layers.{layer}.self_attn.k_proj.bias", "layers.k_bias"),
-    Rule("layers.{layer}.self_attn.v_proj.bias", "layers.v_bias"),
-    Rule("layers.{layer}.self_attn.o_proj.bias", "layers.o_bias"),
+    Rule("self_attn.q_proj.bias", "q_bias"),
+    Rule("self_attn.k_proj.bias", "k_bias"),
+    Rule("self_attn.o_proj.bias", "o_bias"),
 )
+_V_BIAS = (Rule("self_attn.v_proj.bias", "v_bias"),)
+_LAYER_SCALAR = (Rule("layer_scalar", "layer_scalar"),)
 _DFLASH = (
     Rule("fc.weight", "fc"),
     Rule("hidden_norm.weight", "hidden_norm"),
@@ -83,52 +88,84 @@ _CONFIDENCE = (
 )
 OLD_HEAD_PREFIX = "logit_head."
 """Before the names of a head's tensors in older files."""
-_GGUF_LLAMA = (
-    Rule("token_embd.weight", "embedding"),
-    Rule("output_norm.weight", "final_norm"),
-    Rule("blk.{layer}.attn_norm.weight", "layers.input_norm"),
-    Rule("blk.{layer}.attn_q.weight", "layers.q_proj", "pairs_to_halves_q"),
-    Rule("blk.{layer}.attn_k.weight", "layers.k_proj", "pairs_to_halves_k"),
-    Rule("blk.{layer}.attn_v.weight", "layers.v_proj"),
-    Rule("blk.{layer}.attn_output.weight", "layers.o_proj"),
-    Rule("blk.{layer}.ffn_norm.weight", "layers.post_attention_norm"),
-    Rule("blk.{layer}.ffn_gate.weight", "layers.gate_proj"),
-    Rule("blk.{layer}.ffn_up.weight", "layers.up_proj"),
-    Rule("blk.{layer}.ffn_down.weight", "layers.down_proj"),
+_GGUF = (Rule("token_embd.weight", "embedding"), Rule("output_norm.weight", "final_norm"))
+_GGUF_LAYER = (
+    Rule("attn_norm.weight", "input_norm"),
+    Rule("attn_q.weight", "q_proj", "pairs_to_halves_q"),
+    Rule("attn_k.weight", "k_proj", "pairs_to_halves_k"),
+    Rule("attn_v.weight", "v_proj"),
+    Rule("attn_output.weight", "o_proj"),
+    Rule("ffn_norm.weight", "pre_mlp_norm"),
+    Rule("ffn_gate.weight", "gate_proj"),
+    Rule("ffn_up.weight", "up_proj"),
+    Rule("ffn_down.weight", "down_proj"),
 )
 
 OWN_EMBEDDING_NAME, OWN_HEAD_NAME = _OWN_EMBEDDING.source, _OWN_HEAD.source
 MASK_EMBEDDING_NAME = _MASK_EMBEDDING.source
-HEAD_NAME, EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
+HEAD_NAME = "lm_head.weight"
+_PREFIX = {"gemma4": "model.language_model.", "gemma4_unified": "model.language_model."}
+"""Before the names of a target's tensors, by model type: where text is a part of the model."""
 
 IGNORED = (
     re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),
     re.compile(r"rope_freqs\.weight"),
     re.compile(r"verifier_(norm|lm_head)\.weight"),
+    re.compile(r"model\.(vision_embedder|vision_tower|embed_vision|audio_tower|embed_audio)\..+"),
 )
 """Tensors that are no parameters: rotary frequencies, which the config defines (those of a GGUF file
-are compared with the config where it is read), and copies of the target's that training used."""
+are compared with the config where it is read), copies of the target's that training used, and what
+reads pictures and sound."""
 
 
-def target_rules(config: TargetConfig) -> tuple[Rule, ...]:
-    """Rules of a `llama` or `qwen3` folder in Hugging Face's format."""
-    layer = _layer_rules(config.layer)
-    rules = (
-        Rule(EMBEDDING_NAME, "embedding"),
-        Rule("model.norm.weight", "final_norm"),
-        *(rule._replace(source="model." + rule.source) for rule in layer),
-    )
-    return rules if config.tie_word_embeddings else (*rules, Rule(HEAD_NAME, "lm_head"))
+def target_slots(config: TargetConfig) -> dict[str, Slot]:
+    """Every tensor that a target's folder in Hugging Face's format must hold, and where it goes."""
+    prefix = _PREFIX.get(config.model_type, "model.")
+    rules = (Rule(prefix + "embed_tokens.weight", "embedding"), Rule(prefix + "norm.weight", "final_norm"))
+    head = () if config.tie_word_embeddings else (Rule(HEAD_NAME, "lm_head"),)
+    return _slots(rules + head) | _pattern_slots(prefix + "layers", config, [_layer_rules(l) for l in config.pattern])
 
 
-def drafter_rules(config: DrafterConfig, head_prefix: str = "") -> tuple[Rule, ...]:
-    """Rules of a drafter in z-lab's format."""
+def drafter_slots(config: DrafterConfig, head_prefix: str = "") -> dict[str, Slot]:
+    """The same of a drafter in z-lab's format."""
     head = tuple(rule._replace(source=head_prefix + rule.source) for rule in _head_rules(config))
-    return _DFLASH + _layer_rules(config.layer) + head
+    slots = _slots(_DFLASH + head)
+    for layer in range(config.num_layers):
+        for rule in _layer_rules(config.layer):
+            slots[f"layers.{layer}.{rule.source}"] = Slot(f"layers.{rule.path}", layer, rule.transform)
+    return slots
+
+
+def gguf_slots(config: TargetConfig) -> dict[str, Slot]:
+    """The same of a GGUF file of architecture `llama`."""
+    head = () if config.tie_word_embeddings else (Rule("output.weight", "lm_head"),)
+    return _slots(_GGUF + head) | _pattern_slots("blk", config, [_GGUF_LAYER])
+
+
+def _slots(rules: tuple[Rule, ...]) -> dict[str, Slot]:
+    return {rule.source: Slot(rule.path, None, rule.transform) for rule in rules}
+
+
+def _pattern_slots(prefix: str, config: TargetConfig, rules: list[tuple[Rule, ...]]) -> dict[str, Slot]:
+    """Slots of all layers. In a pattern of 6, layer 8 is row 1 of `layers.2`."""
+    slots = {}
+    for layer in range(config.num_layers):
+        row, position = divmod(layer, len(rules))
+        for rule in rules[position]:
+            slots[f"{prefix}.{layer}.{rule.source}"] = Slot(f"layers.{position}.{rule.path}", row, rule.transform)
+    return slots
 
 
 def _layer_rules(layer: LayerConfig) -> tuple[Rule, ...]:
-    return _LAYER + (_QK_NORM if layer.qk_norm else ()) + (_ATTENTION_BIAS if layer.attention_bias else ())
+    rules = _LAYER + (_SANDWICH_NORMS if layer.sandwich_norms else _PRE_NORMS)
+    parts = (
+        (_V_PROJ, not layer.shared_kv),
+        (_QK_NORM, layer.qk_norm),
+        (_ATTENTION_BIAS, layer.attention_bias),
+        (_V_BIAS, layer.attention_bias and not layer.shared_kv),
+        (_LAYER_SCALAR, layer.layer_scalar),
+    )
+    return rules + tuple(rule for part, is_there in parts if is_there for rule in part)
 
 
 def _head_rules(config: DrafterConfig) -> tuple[Rule, ...]:
@@ -153,23 +190,6 @@ def _head_rules(config: DrafterConfig) -> tuple[Rule, ...]:
     if mix := _MIX.get(head.markov_head_type or ""):
         rules += (Rule(f"markov_head.{mix}.weight", "head.mix"), Rule(f"markov_head.{mix}.bias", "head.mix_bias"))
     return rules
-
-
-def gguf_rules(config: TargetConfig) -> tuple[Rule, ...]:
-    """Rules of a GGUF file of architecture `llama`."""
-    return _GGUF_LLAMA if config.tie_word_embeddings else (*_GGUF_LLAMA, Rule("output.weight", "lm_head"))
-
-
-def expand(rules: tuple[Rule, ...], num_layers: int) -> dict[str, Slot]:
-    """Every tensor name that the rules demand, and where it goes."""
-    slots = {}
-    for rule in rules:
-        if "{layer}" not in rule.source:
-            slots[rule.source] = Slot(rule.path, None, rule.transform)
-            continue
-        for layer in range(num_layers):
-            slots[rule.source.format(layer=layer)] = Slot(rule.path, layer, rule.transform)
-    return slots
 
 
 def pairs_to_halves(weight: np.ndarray, num_heads: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -16,14 +17,15 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from reanchor_jax.checkpoint import vocab_map
-from reanchor_jax.checkpoint.drafter_config import DRAFTER_CLASSES
+from reanchor_jax.checkpoint.drafter_config import DRAFTER_CLASSES, GEMMA_CLASS
 from reanchor_jax.checkpoint.fill import named_parameters
-from reanchor_jax.checkpoint.hf_config import CLASSES
+from reanchor_jax.checkpoint.gemma_config import pattern_fields
+from reanchor_jax.checkpoint.hf_config import CLASSES, TEXT_PARTS
 from reanchor_jax.checkpoint.load import float_dtype
-from reanchor_jax.checkpoint.rope_config import SCALINGS
-from reanchor_jax.checkpoint.rules import Rule, drafter_rules, expand, target_rules
+from reanchor_jax.checkpoint.rope_config import scaling_fields
+from reanchor_jax.checkpoint.rules import Slot, drafter_slots, target_slots
 from reanchor_jax.checkpoint.safetensors_source import SINGLE
-from reanchor_jax.config import DominoConfig, DSparkConfig, LayerConfig, LMHeadConfig, RopeConfig
+from reanchor_jax.config import DominoConfig, DrafterConfig, DSparkConfig, LayerConfig, LMHeadConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.target import Target
@@ -44,6 +46,8 @@ def save_target(target: Target, folder: str | Path, *, dtype: DTypeLike = jnp.bf
       ReanchorError: the folder cannot be written.
     """
     config, dtype = target.config, float_dtype(dtype)
+    if config.model_type in TEXT_PARTS:  # written as what it is here, a decoder of text alone
+        config = dataclasses.replace(config, model_type=TEXT_PARTS[config.model_type])
     ids = config.eos_token_ids
     data = {
         "architectures": [CLASSES[config.model_type]],
@@ -54,13 +58,14 @@ def save_target(target: Target, folder: str | Path, *, dtype: DTypeLike = jnp.bf
         "num_hidden_layers": config.num_layers,
         "tie_word_embeddings": config.tie_word_embeddings,
         "vocab_size": config.vocab_size,
-        **_layer_fields(config.layer, config.rope),
     }
-    if config.model_type == "llama":
-        data["mlp_bias"] = False
+    if config.model_type in TEXT_PARTS.values():
+        data |= pattern_fields(config.pattern, config.num_layers)
+        data["final_logit_softcapping"] = config.logit_softcap
     else:
-        data["use_sliding_window"] = False
-    _write(Path(folder), data, _tensors(target, target_rules(config), config.num_layers, dtype), dtype)
+        data |= _layer_fields(config.layer)
+        data["mlp_bias" if config.model_type == "llama" else "use_sliding_window"] = False
+    _write(Path(folder), data, _tensors(target, target_slots(config), dtype), dtype)
 
 
 def save_drafter(drafter: Drafter, folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16) -> None:
@@ -68,46 +73,50 @@ def save_drafter(drafter: Drafter, folder: str | Path, *, dtype: DTypeLike = jnp
     config, dtype = drafter.config, float_dtype(dtype)
     if not config.layer.qk_norm:
         raise ReanchorError("the drafter's qk_norm is False; expected True, the DFlash format has no other layers")
-    own = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
-    top = {}
-    if isinstance(config.head, LMHeadConfig) and config.head.draft_vocab_size is not None:
-        top["draft_vocab_size"] = config.head.draft_vocab_size
-    if isinstance(config.head, DominoConfig):
-        own |= {"projector_type": "domino", **vars(config.head)}
-    slides = config.sliding_layers or (False,) * config.num_layers
-    if config.sliding_window is not None:
-        own["sliding_attention"] = config.sliding_attention
-    if config.sliding_attention == "symmetric":
-        own["causal"] = False  # says the same to vLLM
-    if isinstance(config.head, DSparkConfig):
-        own |= {name: value for name, value in vars(config.head).items() if value is not None}
-    else:
-        own = {"dflash_config": own}
     data = {
         "architectures": [DRAFTER_CLASSES[type(config.head)]],
         "model_type": "qwen3",
         "block_size": config.num_slots,
-        "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
         "num_hidden_layers": config.num_layers,
-        "sliding_window": config.sliding_window,
         "tie_word_embeddings": False,
-        "use_sliding_window": config.sliding_window is not None,
         "vocab_size": config.vocab_size,
-        **own,
-        **top,
-        **_layer_fields(config.layer, config.rope),
+        **_head_fields(config),
     }
+    if config.layer.sandwich_norms:
+        data |= {"architectures": [GEMMA_CLASS], "model_type": "gemma4_text"}
+        data |= pattern_fields((config.layer,), config.num_layers)
+    else:
+        slides = config.sliding_layers or (False,) * config.num_layers
+        data["layer_types"] = ["sliding_attention" if slide else "full_attention" for slide in slides]
+        data |= {"sliding_window": config.sliding_window, "use_sliding_window": config.sliding_window is not None}
+        data |= _layer_fields(config.layer)
     if config.target_num_layers is not None:
         data["num_target_layers"] = config.target_num_layers
-    _write(Path(folder), data, _tensors(drafter, drafter_rules(config), config.num_layers, dtype), dtype)
+    _write(Path(folder), data, _tensors(drafter, drafter_slots(config), dtype), dtype)
 
 
-def _layer_fields(layer: LayerConfig, rope: RopeConfig) -> dict[str, Any]:
+def _head_fields(config: DrafterConfig) -> dict[str, Any]:
+    """Fields of the head: DSpark's are at top level, those of the others in a section."""
+    own: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
+    if isinstance(config.head, DSparkConfig):
+        own |= {name: value for name, value in vars(config.head).items() if value is not None}
+        # Gemma's: the scaling follows from the class, the softcap has the target's name.
+        if own.pop("scaled_embedding"):
+            own["final_logit_softcapping"] = own.pop("logit_softcap", None)
+        return own
+    if isinstance(config.head, DominoConfig):
+        own |= {"projector_type": "domino", **vars(config.head)}
+    if config.sliding_window is not None:
+        own["sliding_attention"] = config.sliding_attention
+    if config.sliding_attention == "symmetric":
+        own["causal"] = False  # says the same to vLLM
+    if isinstance(config.head, LMHeadConfig) and config.head.draft_vocab_size is not None:
+        return {"draft_vocab_size": config.head.draft_vocab_size, "dflash_config": own}
+    return {"dflash_config": own}
+
+
+def _layer_fields(layer: LayerConfig) -> dict[str, Any]:
     """Fields of the layer, rotary embedding in the older spelling, which every reader knows."""
-    scaling = None
-    if rope.scaling is not None:
-        given = {name: value for name, value in vars(rope.scaling).items() if value is not None}
-        scaling = {"rope_type": SCALINGS[type(rope.scaling)], **given}
     return {
         "attention_bias": layer.attention_bias,
         "head_dim": layer.head_dim,
@@ -117,18 +126,16 @@ def _layer_fields(layer: LayerConfig, rope: RopeConfig) -> dict[str, Any]:
         "num_attention_heads": layer.num_heads,
         "num_key_value_heads": layer.num_kv_heads,
         "rms_norm_eps": layer.rms_norm_eps,
-        "rope_scaling": scaling,
-        "rope_theta": rope.theta,
+        "rope_scaling": scaling_fields(layer.rope.scaling),
+        "rope_theta": layer.rope.theta,
     }
 
 
-def _tensors(
-    module: Target | Drafter, rules: tuple[Rule, ...], num_layers: int, dtype: jnp.dtype
-) -> dict[str, np.ndarray]:
+def _tensors(module: Target | Drafter, slots: dict[str, Slot], dtype: jnp.dtype) -> dict[str, np.ndarray]:
     """The file's tensors: rows of the stacked parameters, by the names that loading expects."""
     arrays = {path: np.asarray(leaf) for path, leaf in named_parameters(module).items()}
     tensors = {}
-    for name, slot in expand(rules, num_layers).items():
+    for name, slot in slots.items():
         if slot.transform == "offsets_to_ids":
             tensors |= vocab_map.to_tensors(arrays[slot.path], module.config.vocab_size)
         else:

@@ -13,7 +13,7 @@ from flax import nnx
 
 from reanchor_jax.config import DrafterConfig, DSparkConfig
 from reanchor_jax.heads.head import Drafts, Forced, Head, choose_drafts, linear
-from reanchor_jax.target import Target
+from reanchor_jax.target import Target, scale_embedding, softcap
 
 
 class DSparkHead(Head):
@@ -50,13 +50,13 @@ class DSparkHead(Head):
         self.confidence_bias = zeros(1) if has_confidence else None
 
     def embed(self, target: Target, tokens: jax.Array) -> jax.Array:
-        return self.embedding[...][tokens]
+        return scale_embedding(self.embedding[...][tokens], self.config.scaled_embedding)
 
     def __call__(
         self, target: Target, hidden: jax.Array, anchors: jax.Array, noise: jax.Array | None, temperature: float
     ) -> Drafts:
         hidden = hidden.swapaxes(0, 1)  # slots first, to scan over: here, where a copy is small
-        base = linear(hidden, self.lm_head[...])  # [B-1, A, V]
+        base = softcap(linear(hidden, self.lm_head[...]), self.config.logit_softcap)  # [B-1, A, V]
 
         def draft_slot(carry, slot):
             state, token = carry

@@ -71,7 +71,6 @@ def new_drafter_config(
         vocab_size=t.vocab_size,
         num_layers=num_layers,
         layer=dataclasses.replace(t.layer, qk_norm=True),
-        rope=t.rope,
         head=LMHeadConfig(),
     )
 
@@ -113,9 +112,9 @@ def new_drafter(target: Target, config: DrafterConfig, start: Start, seed: int) 
     width = config.layer.hidden_size
     drafter.fc = nnx.Param(jnp.zeros_like(drafter.fc[...]).at[:, -width:].set(jnp.eye(width)))
     drafter.norm = nnx.Param(target.final_norm[...].astype(jnp.float32))
-    last = jax.tree.map(lambda w: w[-config.num_layers :].astype(jnp.float32), target.layers)
+    last = jax.tree.map(lambda w: w[-config.num_layers :].astype(jnp.float32), target.layers[0])
     layers = drafter.layers
-    attention_norm, mlp_norm = last.input_norm[...][:, None, :], last.post_attention_norm[...][:, None, :]
+    attention_norm, mlp_norm = last.input_norm[...][:, None, :], last.pre_mlp_norm[...][:, None, :]
     for name in ("q_proj", "k_proj", "v_proj"):
         setattr(layers, name, nnx.Param(getattr(last, name)[...] * attention_norm))
     for name in ("gate_proj", "up_proj"):

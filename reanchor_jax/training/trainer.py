@@ -114,6 +114,11 @@ def train(
     config.optimizer.validate()
     vocab_size = target.config.vocab_size
     check_pair(target, start)
+    if target.config.logit_softcap is not None:
+        raise ReanchorError(
+            f"the target's logits have a softcap, {target.config.logit_softcap:g}; expected a target without one: "
+            "the losses do not know it"
+        )
     if isinstance(start.config.head, LMHeadConfig) and start.config.head.draft_vocab_size not in (None, vocab_size):
         raise ReanchorError(
             f"the drafter has an LM head over {start.config.head.draft_vocab_size} of {vocab_size} tokens; "

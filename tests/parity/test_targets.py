@@ -210,7 +210,7 @@ def test_rope_frequencies_and_attention_factor(tmp_path, scaling, head_dim):
     want, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(tmp_path)
-    rope = read_target_config(tmp_path).rope
+    rope = read_target_config(tmp_path).layer.rope
     np.testing.assert_allclose(rope_frequencies(rope, head_dim), want.numpy(), rtol=1e-6)
     np.testing.assert_allclose(attention_factor(rope), factor, rtol=1e-12)
 
