@@ -94,8 +94,7 @@ class Trace:
     def close(self) -> None:
         """Writes the pieces and moves the file into place."""
         if self._tokenizer is not None:
-            pieces = {token: self._tokenizer.decode([token]) for token in sorted(self._seen)}
-            self._write({"kind": "pieces", "pieces": pieces})
+            self._write({"kind": "pieces", "pieces": {token: self._piece(token) for token in sorted(self._seen)}})
         self._file.close()
         os.replace(self._partial, self._path)
 
@@ -103,6 +102,11 @@ class Trace:
         """Leaves no file behind, nor the earlier one touched."""
         self._file.close()
         self._partial.unlink(missing_ok=True)
+
+    def _piece(self, token: int) -> str:
+        """The token's text within a text: some decoders drop a space at the start, "a" of " a a"."""
+        assert self._tokenizer is not None
+        return self._tokenizer.decode([token, token])[len(self._tokenizer.decode([token])) :]
 
     def _write(self, entry: dict[str, Any]) -> None:
         self._file.write(json.dumps(entry) + "\n")
