@@ -10,7 +10,8 @@ from reanchor_jax.errors import ReanchorError
 
 SUPPORTED = (
     'DFlash (architectures ["DFlashDraftModel"]), Domino (["DominoDraftModel"], or projector_type "domino"), '
-    'DSpark (["Qwen3DSparkModel"] or ["Gemma4DSparkModel"]), or DFlash of the speculators library (speculators_model_type "dflash")'
+    'DSpark (["Qwen3DSparkModel"] or ["Gemma4DSparkModel"]), or DFlash of the speculators library '
+    '(speculators_model_type "dflash")'
 )
 _TELLING = {
     "DSpark": ("markov_head.", "confidence_head."),
