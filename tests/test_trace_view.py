@@ -311,6 +311,8 @@ def changed(*where: Any) -> list[dict[str, Any]]:
         (changed(2, "trie", "parents", 3, -1), "the parent of node 3 is -1"),
         (changed(2, "trie", "depths", 3, 9), "the parent of node 3 is 2"),
         (changed(2, "trie", "blocks", 4, 2), "the block of node 4 is 2"),
+        (changed(2, "trie", "blocks", 4, 0), "trie: blocks is [0, 0, 0, 0, 0, 1, 1]"),
+        (changed(2, "blocks", 0, "tokens", 3, 77), "expected [0, 0, 0, None, 1, 1, 1], by the blocks"),
         (changed(2, "trie", "target_tokens", 4, 7), ":3: path is [0, 1, 4, 5, 6]"),
         (changed(2, "path", []), ":3: path is []"),
         (changed(2, "path", [0, 99]), "an entry of path is 99"),

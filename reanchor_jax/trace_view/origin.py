@@ -70,6 +70,15 @@ def path_nodes(trie: Trie, baseline: Block, block: Block) -> list[int]:
     return nodes
 
 
+def node_blocks(entry: Round) -> list[int | None]:
+    """Offset of the first block whose path each node lies on, by blocks and sites; None for a node on no path."""
+    owners: list[int | None] = [None] * len(entry.trie.tokens)
+    for block in reversed(entry.blocks):
+        for node in path_nodes(entry.trie, entry.blocks[0], block):
+            owners[node] = block.offset
+    return owners
+
+
 def retained_nodes(entry: Round, rule: object) -> list[int]:
     """Nodes whose verifier states were retained, in order of the offsets 1, 2, .. that start from them.
 

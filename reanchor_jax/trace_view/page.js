@@ -129,6 +129,9 @@ function showRound() {
     + "rejected suffix, its verifier state retained; the number is the offset d of the next round's block that starts "
     + "there. ⌄d: attachment site of shifted block d.");
   $("round").replaceChildren(bar, el("p", "", summary(round)), el("p", "faint", rest.join("; ")), trie, key, blockTable(round));
+  // Where verification stopped is in sight; with a short path so is the anchor.
+  const own = trie.querySelector(".own");
+  trie.scrollLeft = own.offsetLeft + own.offsetWidth + 150 - trie.clientWidth;
 }
 
 // Every drafted block: where it attached, and which of its tokens were verified and accepted.

@@ -12,7 +12,7 @@ from typing import Any
 from reanchor_jax.checkpoint.fields import Fields
 from reanchor_jax.cli.trace import FORMAT
 from reanchor_jax.errors import ReanchorError
-from reanchor_jax.trace_view.origin import retained_nodes
+from reanchor_jax.trace_view.origin import node_blocks, retained_nodes
 from reanchor_jax.trace_view.records import Sequence, read_prompt, read_round
 
 _MOST_BYTES = 1 << 29
@@ -126,6 +126,9 @@ def _read_line(trace: TraceFile, fields: Fields) -> None:
         trace.sequences.append(read_prompt(fields))
     elif kind == "round" and last is not None and is_open:
         entry = read_round(fields, last)
+        owners = node_blocks(entry)
+        if owners != list(entry.trie.blocks):
+            raise fields.fail("trie: blocks", list(entry.trie.blocks), f"{owners}, by the blocks and their sites")
         shifted = trace.settings.get("method") == "reanchor" and trace.settings.get("offsets") != 0
         expected = len(retained_nodes(entry, trace.settings.get("retain"))) if shifted else 0
         if entry.retained != expected:

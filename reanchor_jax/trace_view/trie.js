@@ -103,7 +103,7 @@ function drawTrie(round) {
   trie.append(svg);
 
   for (const node of nodes) {
-    const box = el("div", `node ${node.origin}${node.accepted ? " accepted" : ""}${node.offset ? " retained" : ""}`);
+    const box = el("div", `node ${node.origin}${node.accepted ? " accepted" : ""}${node.offset ? " retained" : ""}${node.block < 0 ? " own" : ""}`);
     box.style.left = `${lefts[node.depth]}px`;
     box.style.top = `${top(node.row)}px`;
     box.style.width = `${widths[node.depth]}px`;
