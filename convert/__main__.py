@@ -1,57 +1,103 @@
-"""`python -m convert inspect SOURCE`: what a checkpoint holds, and where each tensor goes."""
+"""`python -m convert`: checkpoints into Orbax's format, and what is in them."""
 
 from __future__ import annotations
 
+import argparse
+import logging
 import sys
 from pathlib import Path
 
-import jax.numpy as jnp
-
-from reanchor_jax.checkpoint.drafter_config import is_drafter
-from reanchor_jax.checkpoint.fill import named_parameters
+from convert.convert import convert
+from convert.inspect import inspect
+from convert.verify import differences
 from reanchor_jax.checkpoint.hub import resolve
-from reanchor_jax.checkpoint.load import Plan, plan_drafter, plan_target
-from reanchor_jax.cli.flags import Parser
+from reanchor_jax.checkpoint.load import float_dtype
+from reanchor_jax.cli.flags import Parser, folder, whole
 from reanchor_jax.cli.process import run
-from reanchor_jax.default_pair import target_source
+from reanchor_jax.default_pair import DEFAULT_PAIR, drafter_source, target_source
+from reanchor_jax.errors import ReanchorError
+
+_COMMANDS = ("convert", "inspect", "verify")
+_EPILOG = f"""\
+python -m convert SOURCE --out DIR     writes an Orbax checkpoint with a manifest (`convert convert` is the same)
+python -m convert inspect SOURCE       prints what a checkpoint, converted or not, holds and what is missing
+python -m convert verify DIR SOURCE    compares a converted checkpoint with its source, by hash
+
+SOURCE is a target or drafter: a hub id, a folder, a GGUF file, or {DEFAULT_PAIR} (its target; its drafter with
+--drafter). DIR takes its place when it is complete: until then it is DIR.partial.
+
+exit codes: 0 done, fits, equal; 1 does not fit, differs; 2 bad input, one line on stderr; 130 interrupted
+"""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; returns its exit code: 0 fits, 1 does not fit, 2 cannot be read."""
-    return run(lambda: _inspect(arguments))
+    """Runs a command; returns its exit code (see `--help`)."""
+    return run(lambda: _main(sys.argv[1:] if arguments is None else arguments))
 
 
-def _inspect(arguments: list[str] | None) -> int:
-    parser = Parser(
-        prog="python -m convert",
-        description="Prints what a checkpoint holds, where each tensor goes, and what is missing.",
-        epilog="exit codes: 0 fits; 1 does not fit; 2 cannot be read, one line on stderr",
-    )
-    parser.add_argument("command", choices=("inspect",))
-    parser.add_argument("source", help="folder, GGUF file, hub id org/name, or smollm2-135m (its target)")
-    parser.add_argument("--revision", help="branch, tag or commit of a hub id")
-    options = parser.parse_args(arguments)
-    path = resolve(target_source(options.source), options.revision)
-    plan = plan_drafter(path, jnp.dtype("float32")) if is_drafter(path) else plan_target(path, jnp.dtype("float32"))
-    return _print(plan, path)
+def _main(arguments: list[str]) -> int:
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns about what it does not find in a new folder
+    if not any(argument in (*_COMMANDS, "-h", "--help") for argument in arguments[:1]):
+        arguments = ["convert", *arguments]
+    parser = Parser(prog="python -m convert", description="Converts checkpoints, and looks into them.", epilog=_EPILOG)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    options = _parse(commands, parser, arguments)
+    if options.command == "convert":
+        dtype = None if options.dtype is None else float_dtype(options.dtype)
+        path = _find(options.source, options)
+        manifest = convert(
+            path,
+            options.out,
+            source=options.source,
+            revision=options.revision,
+            dtype=dtype,
+            mesh=options.mesh,
+            force=options.force,
+        )
+        size = sum(record.bytes for record in manifest.files.values())
+        print(f"{options.out}: {manifest.kind}, {manifest.dtype}, {len(manifest.parameters)} parameters, {size} bytes")
+        return 0
+    if options.command == "inspect":
+        return inspect(_find(options.source, options))
+    count = 0
+    for count, line in enumerate(differences(options.dir, _find(options.source, options)), 1):  # noqa: B007
+        print(line)
+    print(f"{count} differences" if count else "equal")
+    return 1 if count else 0
 
 
-def _print(plan: Plan, path: Path) -> int:
-    parameters = named_parameters(plan.abstract)
-    print(f"{path}: {len(plan.source.tensors)} tensors, {len(parameters)} parameters")
-    for name, found in sorted(plan.source.tensors.items()):
-        slot = plan.slots.get(name)
-        goes = "-" if slot is None else slot.path if slot.layer is None else f"{slot.path}[{slot.layer}]"
-        print(f"  {name}  {list(found.shape)} {found.dtype}  ->  {goes}")
-    print("parameters:")
-    for name, leaf in parameters.items():
-        print(f"  {name}  {list(leaf.shape)}")
-    for title, entries in plan.fit._asdict().items():
-        for entry in entries:
-            print(f"{title}: {entry}")
-    fits = not any(plan.fit)
-    print("fits" if fits else "does not fit")
-    return 0 if fits else 1
+def _parse(commands: argparse._SubParsersAction, parser: Parser, arguments: list[str]) -> argparse.Namespace:
+    def add(name: str, description: str) -> argparse.ArgumentParser:
+        prog = f"python -m convert {name}".removesuffix(" convert")
+        return commands.add_parser(name, prog=prog, description=description, epilog=_EPILOG, help=description)
+
+    def add_source(command: argparse.ArgumentParser) -> None:
+        command.add_argument("source", metavar="SOURCE", help=f"hub id, folder, GGUF file or {DEFAULT_PAIR}")
+        command.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
+        command.add_argument("--drafter", action="store_true", help=f"of {DEFAULT_PAIR}, the drafter")
+
+    command = add("convert", "Converts a checkpoint to Orbax's format, with a manifest.")
+    add_source(command)
+    command.add_argument("--out", type=folder, required=True, metavar="DIR", help="folder to write")
+    dtype_help = "of the parameters; default: the source's, float32 where it has several"
+    command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=dtype_help)
+    mesh_help = "devices whose parts the chunks are (default %(default)s); any number of devices can restore it"
+    command.add_argument("--mesh", type=whole(1, 1 << 16), default=1, metavar="N", help=mesh_help)
+    command.add_argument("--force", action="store_true", help="replace a converted checkpoint in DIR")
+    add_source(add("inspect", "Prints what a checkpoint holds, where each tensor goes, and what is missing."))
+    command = add("verify", "Compares a converted checkpoint with its source, tensor by tensor.")
+    command.add_argument("dir", type=Path, metavar="DIR", help="converted checkpoint")
+    add_source(command)
+    return parser.parse_args(arguments)
+
+
+def _find(source: str, options: argparse.Namespace) -> Path:
+    """The path of a source on this machine, fetched if need be."""
+    if options.drafter and source != DEFAULT_PAIR:
+        raise ReanchorError(
+            f"--drafter tells the two models of {DEFAULT_PAIR} apart; expected no such flag with {source}"
+        )
+    return resolve((drafter_source if options.drafter else target_source)(source), options.revision)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from reanchor_jax.checkpoint import load_drafter, load_target
 from reanchor_jax.config import DecodeConfig, DrafterConfig
@@ -82,15 +83,20 @@ def load_pair(
     *,
     dtype: jnp.dtype = jnp.float32,
     revision: str | None = None,
+    mesh: Mesh | None = None,
+    axis: str = "model",
 ) -> Pair:
     """Loads a target and a drafter that fits it.
 
     Args:
-      target: hub id, folder, GGUF file, or the default pair's name.
-      drafter: hub id, folder, or the default pair's name; None takes the default pair's drafter
+      target: hub id, folder (converted or not), GGUF file, or the default pair's name.
+      drafter: hub id, folder (converted or not), or the default pair's name; None takes the default pair's drafter
         where the target is the default pair's, and no drafter otherwise.
       dtype: of parameters and activations.
       revision: hub revision of both.
+      mesh: lays the weights over its axis `axis`, as `shard_pair` does; each device's part is read
+        by itself. None: all on the default device.
+      axis: name of the mesh axis.
 
     Raises:
       ReanchorError: something is missing, corrupt, not supported, or does not fit.
@@ -99,8 +105,8 @@ def load_pair(
         drafter = DEFAULT_PAIR
     loaded_drafter = None
     if drafter is not None:
-        loaded_drafter = load_drafter(drafter_source(drafter), dtype=dtype, revision=revision)
-    loaded_target = load_target(target_source(target), dtype=dtype, revision=revision)
+        loaded_drafter = load_drafter(drafter_source(drafter), dtype=dtype, revision=revision, mesh=mesh, axis=axis)
+    loaded_target = load_target(target_source(target), dtype=dtype, revision=revision, mesh=mesh, axis=axis)
     if loaded_drafter is not None:
         check_pair(loaded_target, loaded_drafter)
     return Pair(loaded_target, loaded_drafter)

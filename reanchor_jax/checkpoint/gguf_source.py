@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from reanchor_jax.checkpoint.fields import Fields
-from reanchor_jax.checkpoint.fill import TensorInfo
+from reanchor_jax.checkpoint.fill import Index, TensorInfo
 from reanchor_jax.checkpoint.gguf_file import open_gguf
 from reanchor_jax.checkpoint.hf_config import (
     MAX_HEAD_DIM,
@@ -61,8 +62,10 @@ class GGUFSource:
             out of range, unsupported or unknown.
         """
         self.name = str(path)
+        self.files = [path]
         try:
             reader = open_gguf(path)
+            self._map = reader.data.base
             self._tensors = {tensor.name: tensor for tensor in reader.tensors}
             architecture = _text(reader, "general.architecture")
             # Of the tokenizer's lists only the length counts: the vocabulary is not decoded here.
@@ -88,10 +91,18 @@ class GGUFSource:
         )
         self.config = self._read_config(Fields(values, str(path)))
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor, dequantized to float32."""
-        tensor = self._tensors[name]
-        return gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(self.tensors[name].shape)
+    def read(self, name: str, index: Index | None = None) -> np.ndarray:
+        """One tensor, or a part of it, dequantized to float32."""
+        tensor, shape = self._tensors[name], self.tensors[name].shape
+        if index is None or len(shape) < 2:
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
+            values = values if index is None else values[index]
+        else:  # blocks lie within rows: those asked for are dequantized alone
+            values = gguf.quants.dequantize(tensor.data[index[0]], tensor.tensor_type)[(slice(None), *index[1:])]
+        values = np.array(values) if np.shares_memory(values, tensor.data) else values
+        if isinstance(self._map, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)  # what was read of the map would stay in memory
+        return values
 
     def _read_config(self, fields: Fields) -> TargetConfig:
         vocab_size = fields.integer("tokenizer.ggml.tokens", 1, MAX_VOCAB)

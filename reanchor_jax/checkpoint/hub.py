@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 
@@ -17,8 +18,10 @@ seen that a drafter has one, and that loading the rest alone would be wrong."""
 def resolve(source: str | Path, revision: str | None = None) -> Path:
     """The local folder or file of a checkpoint; fetches it from the hub where it is an id.
 
-    Whatever exists locally is used as it is, without any network access. `HF_HUB_OFFLINE=1`
-    restricts ids to what the hub's cache holds.
+    Whatever exists locally is used as it is, without any network access. An id is looked up on the
+    hub, and only files that its cache lacks are fetched; without a network, or with `HF_HUB_OFFLINE=1`,
+    the cache must hold all of them. The cache is huggingface_hub's, in `HF_HUB_CACHE` or `HF_HOME`;
+    a token comes from `hf auth login` or `HF_TOKEN`.
 
     Args:
       source: a folder, a GGUF file, or an id like `org/name`.
@@ -50,14 +53,44 @@ def find_local(source: str | Path) -> Path | None:
         ) from None
 
 
+def commit_of(path: Path) -> str | None:
+    """The commit of a folder in the hub's cache, models--org--name/snapshots/COMMIT; None for other paths."""
+    in_cache = path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--")
+    return path.name if in_cache else None
+
+
 def _download(repository: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=_PATTERNS))
     except Exception as error:  # network, permissions, disk, cache: the client raises many kinds
-        reason = " ".join(str(error).split())[:160]
-        raise ReanchorError(
-            f"{repository} is no local folder and cannot be fetched from the hub ({type(error).__name__}: {reason}); "
-            "fetch it where there is a network and pass the folder"
-        ) from None
+        remedy = _remedy(error, repository, revision)
+        raise ReanchorError(f"{repository} is no local folder and cannot be fetched from the hub: {remedy}") from None
+
+
+def _remedy(error: Exception, repository: str, revision: str | None) -> str:
+    """What is wrong and what to do about it, for the kinds of failure that people meet."""
+    from huggingface_hub import constants, errors
+
+    page = f"{constants.ENDPOINT}/{repository}"
+    log_in = "log in with `hf auth login` or set HF_TOKEN"
+    if isinstance(error, errors.GatedRepoError):
+        return f"it is gated; accept its licence on {page}, then {log_in}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"there is no such repository, or it is private; check the name on {page}, or {log_in}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"it has no revision {revision!r}; check the branch, tag or commit on {page}/commits"
+    wanted = f"{repository} at revision {revision!r}" if revision else repository
+    cache = f"the cache {constants.HF_HUB_CACHE} holds no complete {wanted}"
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        if constants.HF_HUB_OFFLINE:
+            return f"HF_HUB_OFFLINE is set and {cache}; unset it to fetch, or pass the folder"
+        return f"the hub cannot be reached and {cache}; check the network, or fetch it elsewhere and pass the folder"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        return (
+            f"{error.filename or constants.HF_HUB_CACHE} cannot be written ({error.strerror}); free space, "
+            "or set HF_HOME to another folder"
+        )
+    reason = " ".join(str(error).split())[:160]
+    return f"{type(error).__name__}: {reason}; fetch it where there is a network and pass the folder"

@@ -1,4 +1,8 @@
-"""Reading of safetensors folders, sharded or not. Pickles are never opened."""
+"""Reading of safetensors folders, sharded or not. Pickles are never opened.
+
+A file is opened for every read: the library maps it into memory, and what was read of an open map
+stays resident. Read in turn through one map, a checkpoint would fill the memory with itself.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from reanchor_jax.checkpoint.fields import read_json
-from reanchor_jax.checkpoint.fill import TensorInfo
+from reanchor_jax.checkpoint.fill import Index, TensorInfo
 from reanchor_jax.errors import ReanchorError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -28,7 +32,8 @@ class SafetensorsSource:
         """
         self.name = str(folder)
         self.tensors: dict[str, TensorInfo] = {}
-        self._files: dict[str, safe_open] = {}
+        self.files: list[Path] = []
+        self._file_of: dict[str, Path] = {}
         if (folder / SINGLE).exists():
             self._open(folder / SINGLE)
         elif (folder / INDEX).exists():
@@ -38,29 +43,36 @@ class SafetensorsSource:
         else:
             raise ReanchorError(f"{folder} holds neither {SINGLE} nor {INDEX}; expected a safetensors checkpoint")
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor, in the dtype of the file."""
+    def read(self, name: str, index: Index | None = None) -> np.ndarray:
+        """One tensor, or a part of it, in the dtype of the file."""
+        path = self._file_of[name]
         try:
-            return self._files[name].get_tensor(name)
+            with safe_open(str(path), framework="numpy") as file:
+                return file.get_tensor(name) if index is None else file.get_slice(name)[index]
         except (SafetensorError, OSError) as error:
-            raise ReanchorError(f"{self.name}: {name} cannot be read: {error}; fetch the file again") from None
+            raise ReanchorError(f"{path}: {name} cannot be read: {error}; fetch the file again") from None
 
     def _open(self, path: Path) -> list[str]:
         try:
-            file = safe_open(str(path), framework="numpy")
+            with safe_open(str(path), framework="numpy") as file:
+                headers = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  no mapping
+                infos = {name: TensorInfo(tuple(h.get_shape()), h.get_dtype()) for name, h in headers.items()}
         except (SafetensorError, OSError) as error:
             raise ReanchorError(f"{path} cannot be read: {error}; fetch the file again") from None
-        names = list(file.keys())
-        for name in names:
+        for name in infos:
             if name in self.tensors:
-                raise ReanchorError(f"{path} holds {name}, which another shard holds too; expected each tensor once")
-            header = file.get_slice(name)
-            self.tensors[name] = TensorInfo(tuple(header.get_shape()), header.get_dtype())
-            self._files[name] = file
-        return names
+                raise ReanchorError(
+                    f"{path} holds {name}, which another shard holds too; expected each tensor once: "
+                    "fetch the checkpoint again"
+                )
+        self.tensors |= infos
+        self.files.append(path)
+        self._file_of |= dict.fromkeys(infos, path)
+        return list(infos)
 
     def _open_shards(self, folder: Path) -> None:
         path = folder / INDEX
+        self.files.append(path)
         shard_of = read_json(path).get("weight_map")
         if not isinstance(shard_of, dict) or not all(isinstance(shard, str) for shard in shard_of.values()):
             raise ReanchorError(f"{path}: weight_map is missing or damaged; expected tensor names and their shards")

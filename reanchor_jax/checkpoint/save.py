@@ -25,7 +25,7 @@ from reanchor_jax.checkpoint.load import float_dtype
 from reanchor_jax.checkpoint.rope_config import scaling_fields
 from reanchor_jax.checkpoint.rules import Slot, drafter_slots, target_slots
 from reanchor_jax.checkpoint.safetensors_source import SINGLE
-from reanchor_jax.config import DominoConfig, DrafterConfig, DSparkConfig, LayerConfig, LMHeadConfig
+from reanchor_jax.config import DominoConfig, DrafterConfig, DSparkConfig, LayerConfig, LMHeadConfig, TargetConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.target import Target
@@ -48,6 +48,11 @@ def save_target(target: Target, folder: str | Path, *, dtype: DTypeLike = jnp.bf
     config, dtype = target.config, float_dtype(dtype)
     if config.model_type in TEXT_PARTS:  # written as what it is here, a decoder of text alone
         config = dataclasses.replace(config, model_type=TEXT_PARTS[config.model_type])
+    _write(Path(folder), target_fields(config), _tensors(target, target_slots(config), dtype), dtype)
+
+
+def target_fields(config: TargetConfig) -> dict[str, Any]:
+    """config.json of a target, but for its dtype: what `read_target_config` reads back."""
     ids = config.eos_token_ids
     data = {
         "architectures": [CLASSES[config.model_type]],
@@ -65,7 +70,7 @@ def save_target(target: Target, folder: str | Path, *, dtype: DTypeLike = jnp.bf
     else:
         data |= _layer_fields(config.layer)
         data["mlp_bias" if config.model_type == "llama" else "use_sliding_window"] = False
-    _write(Path(folder), data, _tensors(target, target_slots(config), dtype), dtype)
+    return data
 
 
 def save_drafter(drafter: Drafter, folder: str | Path, *, dtype: DTypeLike = jnp.bfloat16) -> None:
