@@ -1,0 +1,1 @@
+"""What all experiments share: prompts, runs, records, resampling, tables, plots."""
