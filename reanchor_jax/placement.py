@@ -7,7 +7,7 @@ from typing import TypeVar
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from reanchor_jax.config import LayerConfig, LMHeadConfig
+from reanchor_jax.config import DrafterConfig, LMHeadConfig, TargetConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.target import Target
@@ -31,9 +31,21 @@ SPLIT_AXIS = {
 """The axis of each weight that is split; all other weights are whole on every device."""
 
 
-def split_axis(path: str) -> int | None:
-    """The axis that a parameter is split along, by its dotted path; None: it stays whole."""
-    return next((SPLIT_AXIS[name] for name in path.split(".") if name in SPLIT_AXIS), None)
+def split_axis(network: Target | Drafter, path: str, num_devices: int) -> int | None:
+    """The axis that a parameter is split along, by its dotted path; None: it stays whole.
+
+    Fewer key/value heads than devices stay whole on each: Gemma 4's full attention layers have one.
+    Paths are those of `checkpoint.fill.named_parameters`: `layers.0.k_proj` is of the first layer
+    of a target's pattern, `layers.k_proj` of a drafter's layers.
+    """
+    names = path.split(".")
+    name = next((name for name in names if name in SPLIT_AXIS), None)
+    if name in ("k_proj", "v_proj"):
+        config = network.config
+        layer = config.pattern[int(names[1])] if isinstance(config, TargetConfig) else config.layer
+        if layer.num_kv_heads < num_devices:
+            return None
+    return None if name is None else SPLIT_AXIS[name]
 
 
 def place(network: Network, mesh: Mesh, axis: str) -> Network:
@@ -45,7 +57,7 @@ def place(network: Network, mesh: Mesh, axis: str) -> Network:
     check_divides(network, mesh.shape[axis])
 
     def lay(path: tuple, leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeStruct:
-        split = split_axis(jax.tree_util.keystr(path, simple=True, separator="."))
+        split = split_axis(network, jax.tree_util.keystr(path, simple=True, separator="."), mesh.shape[axis])
         spec = PartitionSpec(*(axis if i == split else None for i in range(leaf.ndim)))
         sharding = NamedSharding(mesh, spec)
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -57,17 +69,15 @@ def place(network: Network, mesh: Mesh, axis: str) -> Network:
 
 def check_divides(network: Target | Drafter, num_devices: int) -> None:
     """Raises ReanchorError where heads, MLP width or vocabulary cannot be split over so many devices."""
-    _check_sizes(network.config.layer, network.config.vocab_size, num_devices)
-    if isinstance(network, Drafter) and isinstance(network.config.head, LMHeadConfig):
-        _check_sizes(network.config.layer, network.config.head.draft_vocab_size or 0, num_devices)
-
-
-def _check_sizes(layer: LayerConfig, vocab_size: int, num_devices: int) -> None:
-    for name, size in (
-        ("num_heads", layer.num_heads),
-        ("num_kv_heads", layer.num_kv_heads),
-        ("intermediate_size", layer.intermediate_size),
-        ("vocab_size", vocab_size),
-    ):
+    config = network.config
+    layers = config.pattern if isinstance(config, TargetConfig) else (config.layer,)
+    sizes = [("vocab_size", config.vocab_size)]
+    if isinstance(config, DrafterConfig) and isinstance(config.head, LMHeadConfig):
+        sizes.append(("draft_vocab_size", config.head.draft_vocab_size or 0))
+    for layer in layers:
+        sizes += [("num_heads", layer.num_heads), ("intermediate_size", layer.intermediate_size)]
+        if num_devices % layer.num_kv_heads:  # else each device has whole groups of query heads
+            sizes.append(("num_kv_heads", layer.num_kv_heads))
+    for name, size in sizes:
         if size % num_devices:
             raise ReanchorError(f"{name} is {size}; expected a multiple of the {num_devices} devices to shard over")

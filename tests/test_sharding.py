@@ -41,7 +41,7 @@ def run(pair: Pair, ids: jax.Array, lens: jax.Array, keys: jax.Array) -> Any:
     return jax.vmap(one)(ids, lens, keys)
 
 
-@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen3", False)])
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen3", False), ("gemma4_text", True)])
 def test_sharded_equals_unsharded(family, tied):
     """Weights over 2 devices, prompts over 4."""
     mesh = make_mesh(data=4, model=2)
@@ -88,6 +88,15 @@ def test_caches_follow_the_weights():
             assert cache.addressable_shards[0].data.shape == (layers, heads // 2, slots, dim)
 
 
+def test_fewer_key_value_heads_than_devices_stay_whole():
+    sharded = shard_pair(pair("gemma4_text", True), make_mesh(model=2))
+    sliding, _, full = sharded.target.layers
+    assert (sliding.config.num_kv_heads, full.config.num_kv_heads) == (2, 1)
+    assert not sliding.k_proj[...].sharding.is_fully_replicated
+    assert full.k_proj[...].sharding.is_fully_replicated
+    shard_pair(pair("llama", True), make_mesh(model=4))  # 2 heads on 4 devices
+
+
 def test_shapes_without_arrays_get_a_sharding():
     mesh = make_mesh(model=2)
     abstract = shard_pair(jax.eval_shape(lambda: make_pair(4)), mesh)
@@ -97,7 +106,7 @@ def test_shapes_without_arrays_get_a_sharding():
 @pytest.mark.parametrize(
     ("size", "name", "kind", "message"),
     [
-        (4, "model", AxisType.Auto, "num_kv_heads is 2; expected a multiple of the 4 devices"),
+        (3, "model", AxisType.Auto, "vocab_size is 16; expected a multiple of the 3 devices"),
         (2, "data", AxisType.Auto, r"mesh axis 'model' does not exist; expected one of \('data',\)"),
         (2, "model", AxisType.Explicit, "with axis_types=AxisType.Auto for each"),
     ],

@@ -29,6 +29,7 @@ from reanchor_jax.config import (
     HeadConfig,
     LayerConfig,
     LMHeadConfig,
+    ProportionalScaling,
     RetainRule,
     RopeConfig,
     TargetConfig,
@@ -65,6 +66,27 @@ def layer_config(*, qk_norm: bool, width: int = 32) -> LayerConfig:
     )
 
 
+def gemma_pattern(width: int) -> tuple[LayerConfig, ...]:
+    """Two sliding layers, window 8, and a full one with other heads, as Gemma 4's.
+
+    But for the attention scale, which is 1 there: under these gains it would blow float noise up to 1e-3.
+    """
+    sliding = dataclasses.replace(
+        layer_config(qk_norm=True, width=width),
+        sliding_window=8,
+        activation="gelu_tanh",
+        attention_scale=0.35,
+        v_norm=True,
+        sandwich_norms=True,
+        layer_scalar=True,
+        float32_norms=True,
+    )
+    scaling = ProportionalScaling(partial_rotary_factor=0.5, factor=1.0)
+    rope = RopeConfig(theta=1e6, scaling=scaling)
+    full = dataclasses.replace(sliding, sliding_window=None, head_dim=12, num_kv_heads=1, shared_kv=True, rope=rope)
+    return sliding, sliding, full
+
+
 def make_pair(
     block_size: int,
     *,
@@ -76,25 +98,29 @@ def make_pair(
     head: HeadConfig = LM_HEAD,
     drafter: dict[str, Any] | None = None,
 ) -> Pair:
-    """A random float32 pair: a `llama` or `qwen3` target of 3 layers and a drafter of 2.
+    """A random float32 pair: a target of 3 layers (`gemma4_text`: 6) and a drafter of 2.
 
     `drafter` are changes to the drafter's config.
     """
+    is_gemma = family.startswith("gemma4")
+    pattern = gemma_pattern(width) if is_gemma else (layer_config(qk_norm=family == "qwen3", width=width),)
     target_config = TargetConfig(
         model_type=family,
         vocab_size=vocab_size,
-        num_layers=3,
-        pattern=(layer_config(qk_norm=family == "qwen3", width=width),),
+        num_layers=6 if is_gemma else 3,
+        pattern=pattern,
         tie_word_embeddings=tied,
         max_position_embeddings=512,
         bos_token_id=None,
         eos_token_ids=(),
+        scaled_embedding=is_gemma,
+        logit_softcap=0.5 if is_gemma else None,
     )
     drafter_config = DrafterConfig(
         block_size=block_size,
         mask_token_id=vocab_size - 1,
-        target_layer_ids=(2, 0),  # not in order, and the last layer, whose feature is normed
-        target_num_layers=3,
+        target_layer_ids=(target_config.num_layers - 1, 0),  # not in order; the last layer's feature is normed
+        target_num_layers=target_config.num_layers,
         vocab_size=vocab_size,
         num_layers=2,
         layer=layer_config(qk_norm=True, width=width),
