@@ -113,6 +113,24 @@ def test_retained_states_computed_by_hand(hand):
         assert page_of(hand).data["text-0"]["rounds"][0]["retained"] == nodes
 
 
+def test_methods_without_shifted_blocks_retain_nothing(tmp_path):
+    """`dflash` drafts the baseline block alone; `ar` nothing at all."""
+    chain = trace_files.hand_rounds()[1] | {"start": 1, "anchor": 3, "retained": 0}
+    step = {
+        **chain,
+        "blocks": [{"offset": 0, "tokens": [17], "length": 1, "site": 0}],
+        "trie": {"tokens": [17], "parents": [-1], "depths": [0], "blocks": [0], "target_tokens": [20]},
+        "path": [0],
+        "accepted": 0,
+        "committed": 1,
+        "clipped": 0,
+    }
+    for method, entry, origins in (("dflash", chain, "tb"), ("ar", step, "tt")):
+        lines = [trace_files.run_line(method=method), trace_files.prompt_line(), entry]
+        data = page_of(trace_files.write(tmp_path / method, lines)).data["text-0"]
+        assert data["origins"] == origins and data["rounds"][0]["retained"] == []
+
+
 def test_a_text_cut_by_a_stop_string_has_origins_for_what_is_left(tmp_path):
     lines = trace_files.hand_trace()
     lines[4]["token_ids"] = lines[4]["token_ids"][:4]

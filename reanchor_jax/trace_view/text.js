@@ -33,6 +33,10 @@ function appendToken(element, token, breaks) {
     element.append(el("span", "mark", `⟨${token}⟩`));
     return element;
   }
+  if (!breaks && /^ +$/.test(piece)) { // in a box, spaces alone would be an empty one
+    element.append(el("span", "mark", "␣".repeat(piece.length)));
+    return element;
+  }
   let plain = "";
   for (const character of piece) {
     if (!HIDDEN.test(character)) { plain += character; continue; }
