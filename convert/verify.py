@@ -33,6 +33,8 @@ def differences(folder: Path, path: Path) -> Iterator[str]:
     Raises:
       ReanchorError: either cannot be read, or the source does not fit its config.
     """
+    if not folder.exists():
+        raise ReanchorError(f"{folder} does not exist; expected a folder that `python -m convert` wrote")
     if not is_converted(folder):
         raise ReanchorError(f"{folder} is no converted checkpoint; expected a folder that `python -m convert` wrote")
     plan = open_plan(folder, jnp.dtype("float32"))

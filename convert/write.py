@@ -22,8 +22,10 @@ from reanchor_jax.checkpoint.fill import named_parameters, tensor_pieces
 from reanchor_jax.checkpoint.load import Plan
 from reanchor_jax.checkpoint.manifest import TensorRecord
 from reanchor_jax.checkpoint.rules import Slot
+from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.placement import split_axis
+from reanchor_jax.target import Target
 
 CHUNK_BYTES = 1 << 25
 """Of the largest chunk; a row longer than that is a chunk."""
@@ -95,7 +97,7 @@ def write_parameters(
     for name, slot in plan.slots.items():
         slots.setdefault(slot.path, {})[name] = slot
     tree = {
-        path: Parameter(leaf, slots[path], chunk_shape(path, leaf, slots[path], num_devices))
+        path: Parameter(leaf, slots[path], chunk_shape(plan.abstract, path, leaf, slots[path], num_devices))
         for path, leaf in named_parameters(plan.abstract).items()
     }
     writer = _Writer(plan, advance)
@@ -112,13 +114,15 @@ def write_parameters(
     return writer.records
 
 
-def chunk_shape(path: str, leaf: jax.ShapeDtypeStruct, slots: Mapping[str, Slot], num_devices: int) -> tuple[int, ...]:
+def chunk_shape(
+    network: Target | Drafter, path: str, leaf: jax.ShapeDtypeStruct, slots: Mapping[str, Slot], num_devices: int
+) -> tuple[int, ...]:
     """Chunks of a parameter: within one layer, within one device's part, of at most `CHUNK_BYTES`.
 
     Example: o_proj [L, 4096, 4096] in bfloat16, split along axis 2 over 4 devices: a row of all devices
     has 8 KiB, 4096 rows fit into 32 MiB, so chunks are [1, 4096, 1024].
     """
-    chunk, split = list(leaf.shape), split_axis(path)
+    chunk, split = list(leaf.shape), split_axis(network, path, num_devices)
     rows = 1 if any(slot.layer is not None for slot in slots.values()) else 0
     if rows:
         chunk[0] = 1

@@ -34,7 +34,7 @@ _PACKAGES = (
     "orbax-checkpoint",
     "tensorstore",
 )
-_AGAIN = "convert the source again"
+AGAIN = "convert the source again"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def read_manifest(folder: Path) -> Manifest:
     fields = Fields(read_json(folder / MANIFEST), str(folder / MANIFEST))
     for name, value in (("format", _FORMAT), ("version", _VERSION)):
         fields.get(name)
-        fields.only(name, value, why=f"{_AGAIN} with this version")
+        fields.only(name, value, why=f"{AGAIN} with this version")
     parameters, tensors = fields.section("parameters"), fields.section("tensors")
     manifest = Manifest(
         **{name: _text(fields, name) for name in ("kind", "source", "dtype")},
@@ -135,7 +135,7 @@ def check_files(folder: Path, files: dict[str, FileRecord]) -> None:
     found = set(list_files(folder)) - {MANIFEST}
     missing, extra = sorted(files.keys() - found), sorted(found - files.keys())
     if missing:
-        raise ReanchorError(f"{folder} lacks {len(missing)} of {len(files)} files: {missing[0]}, ..; {_AGAIN}")
+        raise ReanchorError(f"{folder} lacks {len(missing)} of {len(files)} files: {missing[0]}, ..; {AGAIN}")
     if extra:
         raise ReanchorError(
             f"{folder} holds {len(extra)} files that its manifest does not name: {extra[0]}, ..; move them elsewhere"
@@ -143,10 +143,10 @@ def check_files(folder: Path, files: dict[str, FileRecord]) -> None:
     for name, record in files.items():
         got = record_file(folder / name, hashed=record.sha256 is not None)
         if got.bytes != record.bytes:
-            raise ReanchorError(f"{folder / name} has {got.bytes} bytes; expected {record.bytes}: {_AGAIN}")
+            raise ReanchorError(f"{folder / name} has {got.bytes} bytes; expected {record.bytes}: {AGAIN}")
         if got != record:
             raise ReanchorError(
-                f"{folder / name} has SHA-256 {got.sha256}; expected {record.sha256}, as it was written: {_AGAIN}"
+                f"{folder / name} has SHA-256 {got.sha256}; expected {record.sha256}, as it was written: {AGAIN}"
             )
 
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from reanchor_jax.checkpoint.fields import read_json
 from reanchor_jax.checkpoint.fill import Index, TensorInfo
+from reanchor_jax.checkpoint.manifest import AGAIN, MANIFEST, PARAMETERS
 from reanchor_jax.errors import ReanchorError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -40,6 +41,8 @@ class SafetensorsSource:
             self._open_shards(folder)
         elif any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
             raise ReanchorError(f"{folder} holds pickled weights, which are never opened; convert them to safetensors")
+        elif (folder / PARAMETERS).is_dir():
+            raise ReanchorError(f"{folder} is a converted checkpoint, but its {MANIFEST} is missing; {AGAIN}")
         else:
             raise ReanchorError(f"{folder} holds neither {SINGLE} nor {INDEX}; expected a safetensors checkpoint")
 
