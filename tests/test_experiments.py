@@ -271,12 +271,14 @@ def test_hub_rows_become_turns(monkeypatch):
         "tatsu-lab/alpaca": [{"instruction": "Add.", "input": "1, 2"}, {"instruction": "Sing.", "input": ""}],
         "openai/openai_humaneval": [{"prompt": "def f():"}],
         "HuggingFaceH4/MATH-500": [{"solution": "renamed"}],
+        "json": [{"question_content": "Sum?", "starter_code": ""}],
     }
-    fake = types.SimpleNamespace(load_dataset=lambda path, config, split: tables[path])
+    fake = types.SimpleNamespace(load_dataset=lambda path, split, name=None, data_files=None: tables[path])
     monkeypatch.setitem(sys.modules, "datasets", fake)
     assert hub.hub_rows("gsm8k")[0].turns[0].startswith("1 + 1?\nPlease reason step by step")
     assert [prompt.turns for prompt in hub.hub_rows("alpaca")] == [("Add.\n\n1, 2",), ("Sing.",)]
     assert "```python\ndef f():\n```" in hub.hub_rows("humaneval")[0].turns[0]
+    assert "Sum?" in hub.hub_rows("livecodebench")[0].turns[0]
     for name in ("math500", "aime25"):  # a renamed column; a dataset that is not there
         with pytest.raises(ReanchorError, match="the hub does not give"):
             hub.hub_rows(name)

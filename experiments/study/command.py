@@ -210,7 +210,8 @@ def _device() -> str:
     model = next(
         (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
     )
-    return f"{os.cpu_count()} cores of {model}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{cores} {'core' if cores == 1 else 'cores'} of {model}"
 
 
 def _made() -> dict[str, Any]:

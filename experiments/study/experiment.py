@@ -6,9 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-
-from experiments.study.plots import draw
+from experiments.study.plots import bars, draw
 from experiments.study.records import Records
 from experiments.study.results import MEAN, Results
 from experiments.study.settings import Setting, Study
@@ -118,13 +116,9 @@ def method_table(
 
 
 def tau_bars(results: Results, stem: str, rows: Sequence[tuple[str, Setting, str]], caption: str) -> Figure:
-    """tau of each row in each dataset, as bars."""
-    from experiments.study.plots import bars
-
+    """tau of each row in each dataset, as bars; of one dataset a bar for each row."""
+    if len(results.columns) == 1:
+        taus = [results.tau(setting, results.columns[0]) for _, setting, _ in rows]
+        return Figure(stem, caption, bars([label for label, _, _ in rows], {"": taus}, "tau (tokens per round)"))
     series = {label: [results.tau(setting, dataset) for dataset in results.columns] for label, setting, _ in rows}
     return Figure(stem, caption, bars(results.columns, series, "tau (tokens per round)"))
-
-
-def mean(results: Results, statistic: Callable[[str], np.ndarray]) -> np.ndarray:
-    """A statistic's mean over the datasets."""
-    return np.mean([statistic(dataset) for dataset in results.datasets], axis=0)

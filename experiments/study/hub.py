@@ -17,6 +17,7 @@ class Source(NamedTuple):
 
     path: str
     config: str | None
+    """Or, where the path is `json`, its files."""
     split: str
     turns: Callable[[dict[str, Any]], list[str]]
 
@@ -37,9 +38,9 @@ SOURCES = {
     "humaneval": Source("openai/openai_humaneval", None, "test", _humaneval),
     "mbpp": Source("google-research-datasets/mbpp", "sanitized", "test", lambda row: [row["prompt"]]),
     "livecodebench": Source(
-        "livecodebench/code_generation_lite",
-        None,
-        "test",
+        "json",  # the dataset's own loader is a script, which newer versions of `datasets` refuse
+        "hf://datasets/livecodebench/code_generation_lite/test*.jsonl",
+        "train",
         lambda row: [f"Write a Python program that solves this.\n\n{row['question_content']}\n\n{row['starter_code']}"],
     ),
     "mt-bench": Source("HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: list(row["prompt"])),
@@ -64,7 +65,8 @@ def hub_rows(name: str) -> list[Prompt]:
             "--prompts hub needs the package datasets; pip install -e '.[experiments]', or give JSONL files"
         ) from None
     try:
-        rows = datasets.load_dataset(source.path, source.config, split=source.split)
+        where = {"data_files": source.config} if source.path == "json" else {"name": source.config}
+        rows = datasets.load_dataset(source.path, **where, split=source.split)
         return [Prompt(i, f"{name} row {i}", tuple(source.turns(row)), (), True) for i, row in enumerate(rows)]
     except Exception as error:  # network, a renamed dataset, a renamed column: foreign code raises anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -59,7 +59,8 @@ def bars(groups: Sequence[str], series: Mapping[str, Sequence[np.ndarray]], ylab
             at = np.arange(len(groups)) + (index - (len(series) - 1) / 2) * width
             axes.bar(at, heights, width * 0.92, color=COLORS[index % len(COLORS)], label=label)
             axes.errorbar(at, heights, errors, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
-        axes.set_xticks(np.arange(len(groups)), groups, rotation=0 if len(groups) < 6 else 25)
+        wide = sum(map(len, groups)) > 70
+        axes.set_xticks(np.arange(len(groups)), groups, rotation=25 if wide else 0, ha="right" if wide else "center")
         axes.set_ylabel(ylabel)
         _legend(axes, list(series))
 
