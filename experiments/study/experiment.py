@@ -65,10 +65,12 @@ def describe(results: Results) -> str:
     """One line: what was measured, on what."""
     study = results.study
     prompts = ", ".join(f"{dataset} {len(rows)}" for dataset, rows in results.rows.items())
+    template = "chat template" if study.chat_template else "no chat template"
+    thinking = "" if study.thinking is None else f", thinking {'on' if study.thinking else 'off'}"
     budget = "no node budget" if study.nodes is None else f"at most {study.nodes} nodes"
     return (
-        f"Pair {study.pair} (block size {study.block_size}), {study.dtype}, on {study.device}. Prompts: {prompts}; "
-        f"{study.max_new_tokens} new tokens at most; {budget} where it is not varied. "
+        f"Pair {study.pair} (block size {study.block_size}, {template}{thinking}), {study.dtype}, on {study.device}. "
+        f"Prompts: {prompts}; {study.max_new_tokens} new tokens at most; {budget} where it is not varied. "
         "In brackets: 95% bootstrap interval over prompts."
     )
 

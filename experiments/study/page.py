@@ -76,7 +76,11 @@ def _made(records: Records) -> str:
     made = [record["made"] for record in records]
     commits = ", ".join(dict.fromkeys(each["commit"] for each in made))
     versions = dict.fromkeys(", ".join(f"{k} {v}" for k, v in each["versions"].items()) for each in made)
-    return f"Made by commit {commits}; {'; '.join(versions)}. Compilation and prefill are not in any time."
+    compiling = [seconds for record in records if (seconds := record.get("compile_seconds", 0))]
+    return (
+        f"Made by commit {commits}; {'; '.join(versions)}. Compilation ({sum(compiling):.0f} s for {len(compiling)} "
+        "programs) and prefill are not in any time."
+    )
 
 
 def _findings(path: Path) -> dict[str, str]:

@@ -17,7 +17,8 @@ from reanchor_jax.training.tiny_pair import MAX_PROMPT
 from reanchor_jax.training.tiny_text import document
 
 HUB, SYNTHETIC = "hub", "synthetic"
-LEAST_SIZE = 64
+LEAST_SIZE = 128
+"""Prefill runs in chunks of as many tokens, so that shorter prompts gain nothing from a size of their own."""
 
 
 @dataclasses.dataclass(frozen=True)
