@@ -278,12 +278,16 @@ def test_verify_names_what_differs(tmp_path, converted, capsys):
     (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
     assert convert(["verify", str(converted), str(other)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 and lines[0].startswith("config: ") and lines[2] == "2 differences"
+    assert len(lines) == 3 and lines[0].startswith("config: pattern (") and lines[2] == "2 differences"
     assert lines[1] == "model.layers.1.self_attn.o_proj.weight -> layers.0.o_proj[1]: values differ"
     tied = target_config("qwen3", vocab_size=80)
     assert convert(["verify", str(converted), str(write_folder(tmp_path / "tied", tied, target_tensors(tied)))]) == 1
     out = capsys.readouterr().out
+    assert "config: vocab_size 160 differs from 80" in out
     assert f"lm_head: only in {converted}" in out and "embedding: [160, 64] differs from [80, 64]" in out
+
+    assert convert(["verify", str(converted), "smollm2-135m", "--drafter"]) == 1
+    assert f"config: {converted} is a target, " in capsys.readouterr().out
 
 
 def test_verify_does_not_believe_the_manifest(tmp_path, source, capsys):
