@@ -9,6 +9,7 @@ from pathlib import Path
 
 from convert.convert import convert
 from convert.inspect import inspect
+from convert.partial import check_out
 from convert.verify import differences
 from reanchor_jax.checkpoint.hub import resolve
 from reanchor_jax.checkpoint.load import float_dtype
@@ -44,9 +45,9 @@ def _main(arguments: list[str]) -> int:
     options = _parse(commands, parser, arguments)
     if options.command == "convert":
         dtype = None if options.dtype is None else float_dtype(options.dtype)
-        path = _find(options.source, options)
+        check_out(options.out, options.force)  # before anything is fetched
         manifest = convert(
-            path,
+            _find(options.source, options),
             options.out,
             source=options.source,
             revision=options.revision,

@@ -17,8 +17,11 @@ MARK = ".reanchor_partial"
 
 
 def check_out(out: Path, force: bool) -> None:
-    """Raises ReanchorError where `out` holds something that must not be replaced."""
+    """Raises ReanchorError where `out` holds something that must not be replaced, or lies within such."""
     try:
+        around = next((folder for folder in out.absolute().parents if is_converted(folder)), None)
+        if around is not None:
+            raise ReanchorError(f"{out} lies in the converted checkpoint {around}; choose an --out beside it")
         if not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
             return
         if out.is_dir() and is_converted(out):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from reanchor_jax.checkpoint.load import Plan
 from reanchor_jax.checkpoint.manifest import is_converted
 from reanchor_jax.checkpoint.rules import Slot
 from reanchor_jax.errors import ReanchorError
+from reanchor_jax.target import Target
 
 
 def differences(folder: Path, path: Path) -> Iterator[str]:
@@ -45,8 +47,15 @@ def differences(folder: Path, path: Path) -> Iterator[str]:
     converted.check()
     source.check()
     source.check_contents()
-    if converted.abstract.config != source.abstract.config:
-        yield f"config: {converted.abstract.config} differs from {source.abstract.config}"
+    if type(converted.abstract) is not type(source.abstract):
+        what = {True: "a target", False: "a drafter"}
+        kinds = [what[isinstance(plan.abstract, Target)] for plan in (converted, source)]
+        yield f"config: {folder} is {kinds[0]}, {path} {kinds[1]}"
+        return
+    for field in dataclasses.fields(source.abstract.config):
+        left, right = (getattr(plan.abstract.config, field.name) for plan in (converted, source))
+        if left != right:
+            yield f"config: {field.name} {left} differs from {right}"
     ours, theirs = named_parameters(converted.abstract), named_parameters(source.abstract)
     for name in sorted(ours.keys() ^ theirs.keys()):
         yield f"{name}: only in {folder if name in ours else path}"

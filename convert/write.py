@@ -58,7 +58,6 @@ class _Writer(ocp.type_handlers.TypeHandler):
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None) -> list:
         for parameter, info in zip(values, infos, strict=True):
-            await info.await_path_creation()
             self._write(parameter, Path(info.path))
         return []
 

@@ -74,13 +74,14 @@ def check_random_pair(block_size: int, head: HeadConfig, **drafter: Any) -> None
     """Chain and ReAnchor give plain decoding's text, with a drafter that is hardly ever right.
 
     `drafter` are changes to the drafter's config. The draft rule at temperature 1 changes with the
-    block size, so that a row of sizes meets all.
+    block size, so that a row of sizes meets all. Chain decoding, which is ReAnchor's baseline block
+    alone, meets each of them once: every program takes seconds to compile.
     """
     pair = make_pair(block_size, head=head, drafter=drafter)
     rules = get_args(DraftRule)
     for temperature, rule in ((0.0, "greedy"), (1.0, rules[block_size % len(rules)])):
         plain = DecodeConfig(method="ar", temperature=temperature, bucket_nodes=False)
         expected = run(Pair(pair.target, None), make_prompts(), plain, NEW).tokens
-        for method in ("dflash", "reanchor"):
+        for method in ("dflash", "reanchor") if temperature == 0 or block_size < 5 else ("reanchor",):
             config = dataclasses.replace(plain, method=method, draft_rule=rule, attach="fallback")
             np.testing.assert_array_equal(run(pair, make_prompts(), config, NEW).tokens, expected)

@@ -39,8 +39,10 @@ from tests.checkpoint_folders import (
     write_folder,
     write_sharded,
 )
+from tests.cli_pair import call, folders_and_cache
 from tests.test_checkpoint_gguf import metadata, quantized, write_gguf
-from tests.tiny import make_pair
+from tests.test_gemma import GEMMA_DSPARK
+from tests.tiny import gemma_pattern, make_pair
 
 DSPARK = DSparkConfig(
     markov_rank=6, markov_head_type="gated", enable_confidence_head=True, confidence_head_with_markov=True
@@ -242,7 +244,6 @@ def test_restored_by_plain_orbax(source, converted):
     }
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(converted / PARAMETERS, abstract)
-        assert checkpointer.metadata(converted / PARAMETERS).item_metadata.tree.keys() == abstract.keys()
     for name, leaf in named_parameters(target).items():
         assert restored[name].sharding == leaf.sharding
         np.testing.assert_array_equal(np.asarray(restored[name]), np.asarray(leaf))
@@ -277,12 +278,16 @@ def test_verify_names_what_differs(tmp_path, converted, capsys):
     (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
     assert convert(["verify", str(converted), str(other)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 and lines[0].startswith("config: ") and lines[2] == "2 differences"
+    assert len(lines) == 3 and lines[0].startswith("config: pattern (") and lines[2] == "2 differences"
     assert lines[1] == "model.layers.1.self_attn.o_proj.weight -> layers.0.o_proj[1]: values differ"
     tied = target_config("qwen3", vocab_size=80)
     assert convert(["verify", str(converted), str(write_folder(tmp_path / "tied", tied, target_tensors(tied)))]) == 1
     out = capsys.readouterr().out
+    assert "config: vocab_size 160 differs from 80" in out
     assert f"lm_head: only in {converted}" in out and "embedding: [160, 64] differs from [80, 64]" in out
+
+    assert convert(["verify", str(converted), "smollm2-135m", "--drafter"]) == 1
+    assert f"config: {converted} is a target, " in capsys.readouterr().out
 
 
 def test_verify_does_not_believe_the_manifest(tmp_path, source, capsys):
@@ -352,3 +357,39 @@ def test_configs_keep_all_their_fields(tmp_path):
     target = load_target(tmp_path / "out")
     assert target.config == load_target(folder).config
     assert dataclasses.asdict(target.config)["pattern"][0]["rope"]["scaling"]["factor"] == 8.0
+
+
+# ---------------------------------------------------------------- Gemma 4 and generation
+
+
+def test_gemma_comes_back(tmp_path):
+    """Layers of two kinds in a repeating pattern, stored scalars, shared keys and values; a drafter of such layers."""
+    pair = make_pair(4, family="gemma4_text", head=GEMMA_DSPARK, drafter={"layer": gemma_pattern(32)[-1]})
+    assert pair.drafter is not None
+    save_target(pair.target, tmp_path / "t", dtype=jnp.float32)
+    save_drafter(pair.drafter, tmp_path / "d", dtype=jnp.float32)
+    for kind in "td":
+        assert convert([str(tmp_path / kind), "--out", str(tmp_path / f"{kind}2"), "--mesh", "2"]) == 0
+        assert convert(["verify", str(tmp_path / f"{kind}2"), str(tmp_path / kind)]) == 0
+    same(load_target(tmp_path / "t2", mesh=mesh(model=2)), load_target(tmp_path / "t"))
+    same(load_drafter(tmp_path / "d2"), load_drafter(tmp_path / "d"))
+    assert read_manifest(tmp_path / "t2").tensors["model.layers.5.layer_scalar"].parameter == "layers.2.layer_scalar"
+
+
+def test_generate_takes_converted_checkpoints(tmp_path, tmp_path_factory, capsys):
+    """The same text and ids as from the sources, tokenizer and chat template included."""
+    with folders_and_cache(tmp_path_factory.getbasetemp() / "cli_pair") as folders:
+        flags = ["--max-new-tokens", 12, "--json"]
+        want = call(capsys, "Say hi.", *folders.flags, *flags)
+        for kind in ("target", "drafter"):
+            assert convert([str(getattr(folders, kind)), "--out", str(tmp_path / kind)]) == 0
+        capsys.readouterr()
+        got = call(capsys, "Say hi.", "--target", tmp_path / "target", "--drafter", tmp_path / "drafter", *flags)
+        assert (got.code, got.err) == (want.code, want.err) == (0, "")
+        (left,), (right,) = want.records, got.records
+        assert (
+            left["text"] == right["text"] and left["token_ids"] == right["token_ids"] and len(left["token_ids"]) == 12
+        )
+        (tmp_path / "target" / "tokenizer.json").unlink()
+        broken = call(capsys, "Say hi.", "--target", tmp_path / "target", "--drafter", tmp_path / "drafter", *flags)
+        assert broken.code == 2 and "lacks 1 of" in broken.err and broken.err.count("\n") == 1

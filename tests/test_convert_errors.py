@@ -163,6 +163,8 @@ def test_nothing_of_others_is_replaced(source, out, tmp_path, capsys):
             assert f"{place} exists and is no converted checkpoint" in line and "remove it yourself" in line
         assert os.path.lexists(place)
     assert (tmp_path / "file").read_text() == "mine"
+    line = fails(capsys, source, "--out", out / PARAMETERS / "new")
+    assert f"lies in the converted checkpoint {out}" in line and "beside it" in line
     (tmp_path / "new.partial").mkdir()
     (tmp_path / "new.partial" / "mine").touch()
     assert "new.partial is in the way and not of this program" in fails(capsys, source, "--out", tmp_path / "new")

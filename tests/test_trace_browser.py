@@ -124,12 +124,12 @@ def test_300_rounds_load_and_step_without_lag(browser, tmp_path):
         document.body.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight', bubbles: true}));
         document.body.offsetHeight;
         times.push((performance.now() - start) / 1000);
-        times.length < 100 ? setTimeout(next) : done(times.sort((a, b) => a - b));
+        times.length < 50 ? setTimeout(next) : done(times.sort((a, b) => a - b));
     }; next(); })"""
     times = browser.run(step)
-    print(f"load {load:.3f} s, step median {times[50]:.4f} s, slowest {times[-1]:.4f} s")
-    assert load < SECONDS_TO_LOAD and times[50] < SECONDS_TO_STEP
-    assert heading(browser) == "Round 101 of 300"
+    print(f"load {load:.3f} s, step median {times[25]:.4f} s, slowest {times[-1]:.4f} s")
+    assert load < SECONDS_TO_LOAD and times[25] < SECONDS_TO_STEP
+    assert heading(browser) == "Round 51 of 300"
     assert browser.run("document.querySelectorAll('.trie').length") == 1
     assert browser.run("document.querySelectorAll('#text .token').length") > 1500
     # The selected round's tokens and bar are in sight.
@@ -173,7 +173,7 @@ def test_the_policy_lets_nothing_else_in(browser, tmp_path):
 
 
 def test_light_dark_and_narrow(browser, tmp_path):
-    path = trace_files.write(tmp_path / "random.jsonl", trace_files.random_trace(1, 40, 16))
+    path = trace_files.write(tmp_path / "random.jsonl", trace_files.random_trace(2, 40, 16))
     open_page(browser, path, "#1.3")
     background = "getComputedStyle(document.body).backgroundColor"
     browser.prefer("dark")
@@ -187,6 +187,7 @@ def test_light_dark_and_narrow(browser, tmp_path):
     for width in (1200, 700, 360):
         browser.resize(width, 800)
         assert browser.run("document.documentElement.scrollWidth") <= width
+        assert browser.run("document.getElementById('legend').getBoundingClientRect().right") <= width
     # Colour is never alone: every origin has its own line and its own shape.
     lines = "[...'bret'].map(o => getComputedStyle(document.querySelector('#legend .token.' + o)).textDecorationStyle)"
     shapes = "[...document.querySelectorAll('#legend .shape')].map(s => s.textContent)"

@@ -163,7 +163,9 @@ def test_every_token_of_a_run_has_one_origin_and_counts_are_the_runs(folders, ca
     flags = ["--prompts", prompts, "--max-new-tokens", new, "--json", "--trace", path]
     script = None
     if drafts == "scripted":
-        ids = load_tokenizer(folders.target).encode_chat([{"role": "user", "content": "Say hi."}])
+        tokenizer = load_tokenizer(folders.target)
+        assert tokenizer is not None
+        ids = tokenizer.encode_chat([{"role": "user", "content": "Say hi."}])
         tokens = jax.jit(lambda: generate(
             folders.pair, jnp.array(ids), jnp.int32(len(ids)), key=jax.random.key(0),
             config=DecodeConfig(method="ar"), max_new_tokens=new,

@@ -118,8 +118,8 @@ def _read_layer(fields: Fields, kind: LayerType, types: tuple[LayerType, ...]) -
 def _head_sizes(fields: Fields, kind: LayerType, types: tuple[LayerType, ...], shared_kv: bool) -> tuple[int, int]:
     """Head dim and number of key/value heads.
 
-    Those of full layers are in fields of their own, or in transformers 5's `per_layer_config`: an
-    object of differences for each full layer.
+    Those of full layers are in fields of their own, or in transformers 5's `per_layer_config`: for
+    each full layer an object of what differs, `{}` or left out where nothing does.
     """
     num_kv_heads = fields.integer("num_key_value_heads", 1, MAX_WIDTH)
     if kind == SLIDING:
@@ -130,12 +130,13 @@ def _head_sizes(fields: Fields, kind: LayerType, types: tuple[LayerType, ...], s
         return fields.integer("global_head_dim", 2, MAX_HEAD_DIM), num_kv_heads
     layers = fields.section("per_layer_config")
     full = [str(n) for n, t in enumerate(types) if t == FULL]
-    if sorted(layers.data) != sorted(full) or any(layers.data[n] != layers.data[full[0]] for n in full):
+    entries = [layers.data.get(n, {}) for n in full]
+    if set(layers.data) - set(full) or any(entry != entries[0] for entry in entries):
         raise fields.fail("per_layer_config", layers.data, f"the same entry for each full layer, {', '.join(full)}")
-    entry = layers.section(full[0])
+    entry = layers.section(full[0]) if full[0] in layers else Fields({}, layers.where)
     if "num_key_value_heads" in entry:
         num_kv_heads = entry.integer("num_key_value_heads", 1, MAX_WIDTH)
-    head_dim = entry.integer("head_dim", 2, MAX_HEAD_DIM)
+    head_dim = (entry if "head_dim" in entry else fields).integer("head_dim", 2, MAX_HEAD_DIM)
     entry.finish()
     return head_dim, num_kv_heads
 
