@@ -42,6 +42,7 @@ from tests.checkpoint_folders import (
 from tests.cli_pair import call, folders_and_cache
 from tests.test_checkpoint_gguf import metadata, quantized, write_gguf
 from tests.test_gemma import GEMMA_DSPARK
+from tests.test_reduced_vocab import own_tensors, speculators_config
 from tests.tiny import gemma_pattern, make_pair
 
 DSPARK = DSparkConfig(
@@ -130,6 +131,20 @@ def test_a_drafter_comes_back(tmp_path, kind, capsys):
     assert convert(["inspect", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
     assert "a converted drafter, float32" in out and "fc.weight  ->  fc  sha256" in out and out.endswith("fits\n")
+
+
+def test_other_layouts_of_a_drafter_come_back(tmp_path):
+    """The speculators library's config with its copies of the target's tensors; a map by vLLM's name."""
+    config = speculators_config()
+    base = drafter_tensors(drafter_config())
+    write_folder(tmp_path / "nested", config, base | own_tensors() | {"verifier_norm.weight": base["norm.weight"]})
+    tensors = base | own_tensors()
+    tensors["draft_id_to_target_id"] = tensors.pop("d2t")
+    write_folder(tmp_path / "vllm", config, tensors)
+    for name in ("nested", "vllm"):
+        assert convert([str(tmp_path / name), "--out", str(tmp_path / f"{name}2")]) == 0
+        same(load_drafter(tmp_path / f"{name}2"), load_drafter(tmp_path / name))
+        assert convert(["verify", str(tmp_path / f"{name}2"), str(tmp_path / "nested")]) == 0
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
