@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh
 
 from convert import write
 from convert.__main__ import main as convert
-from reanchor_jax.checkpoint import load_drafter, load_target, save_drafter, save_target
+from reanchor_jax.checkpoint import converted_source, load_drafter, load_target, save_drafter, save_target
 from reanchor_jax.checkpoint.converted_source import ConvertedSource
 from reanchor_jax.checkpoint.fill import named_parameters
 from reanchor_jax.checkpoint.load import plan_target
@@ -198,9 +198,11 @@ def test_dtypes(tmp_path, given, found):
 def test_pieces_and_chunks(tmp_path, source, monkeypatch):
     """A tensor that is written in many pieces is the one that is written in one."""
     monkeypatch.setattr(write, "CHUNK_BYTES", 4000)
+    monkeypatch.setattr(converted_source, "_STEP_BYTES", 5000)  # which is no whole number of chunks
     out = tmp_path / "out"
     assert convert([str(source), "--out", str(out), "--mesh", "2"]) == 0
     same(load_target(out), load_target(source))
+    same(load_target(out, mesh=mesh(model=2)), load_target(source))
     embedding = json.loads((out / PARAMETERS / "embedding" / "zarr.json").read_text())
     assert embedding["chunk_grid"]["configuration"]["chunk_shape"] == [10, 64]  # 15 rows fit; 10 divide each half
     assert read_manifest(out).tensors == read_manifest(source.with_name("converted")).tensors
