@@ -82,7 +82,7 @@ def convert(
             for file in travelling:
                 shutil.copyfile(file, folder / file.name)
             if isinstance(plan.source, GGUFSource):
-                _write_gguf_files(path, folder, plan, dtype)
+                write_gguf_files(path, folder, plan, dtype)
         except OSError as error:
             raise ReanchorError(f"{out} cannot be written: {error.strerror}; choose another --out") from None
         root = path if path.is_dir() else path.parent
@@ -125,7 +125,7 @@ def _check_space(out: Path, size: int) -> None:
         )
 
 
-def _write_gguf_files(path: Path, folder: Path, plan: Plan, dtype: jnp.dtype) -> None:
+def write_gguf_files(path: Path, folder: Path, plan: Plan, dtype: jnp.dtype) -> None:
     """config.json and the tokenizer in Hugging Face's format, out of a GGUF file."""
     fields = {**target_fields(plan.abstract.config), "dtype": dtype.name}
     (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")

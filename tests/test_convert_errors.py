@@ -180,6 +180,14 @@ def test_an_empty_folder_is_filled_and_ours_is_forced(source, out, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out", "new", "link"}
 
 
+def test_killed_while_it_takes_its_place(source, out, tmp_path):
+    """Between the two renames of --force: the old one is set aside, the new one complete, neither in place."""
+    os.rename(out, tmp_path / "out.replaced")
+    shutil.copytree(tmp_path / "out.replaced", tmp_path / "out.partial")
+    assert convert([str(source), "--out", str(out)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
+
+
 def test_two_at_a_time(source, tmp_path, capsys):
     partial = tmp_path / "new.partial"
     partial.mkdir()

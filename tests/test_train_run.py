@@ -198,10 +198,9 @@ def test_new_drafter_projects_context_as_the_target_does(pair: Pair):
     drafter = new_drafter(target, ids, "layers", 0)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(7, 32)), jnp.float32)
     context = drafter.context(jnp.concatenate([x * 0 + 5, x], axis=1), jnp.arange(7))
-    output = target(
-        jnp.zeros(7, jnp.int32), jnp.arange(7), (jax.tree.map(lambda a: a[:, :, :0], _stack(context, 3)),), jnp.int32(0),
-        jnp.ones((7, 7), bool),
-    )  # fmt: skip
+    no_cache = jax.tree.map(lambda a: a[:, :, :0], _stack(context, 3))
+    everything = jnp.ones((7, 7), bool)
+    output = target(jnp.zeros(7, jnp.int32), jnp.arange(7), (no_cache,), jnp.int32(0), everything)
     assert output.kv[0].k.shape[0] == 3
     from reanchor_jax.layers import rms_norm
     from reanchor_jax.rope import make_rope

@@ -6,6 +6,7 @@ alone they give one error for a damaged chunk, and any part without the rest.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from reanchor_jax.errors import ReanchorError
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32"}
 """The spellings of safetensors, by JAX's."""
+_STEP_BYTES = 1 << 26
+"""Of all columns of the rows that one step reads."""
 
 
 class ConvertedSource:
@@ -61,9 +64,22 @@ class ConvertedSource:
                     f"{self.name}: {name} is {store.dtype.name} {list(store.shape)}; expected {record.dtype} "
                     f"{list(record.shape)}, as in {MANIFEST}: convert the source again"
                 )
-            return (store if index is None else store[index]).read().result()
+            return _read(store, index or tuple(slice(0, size) for size in store.shape))
         except ReanchorError:
             raise
         except Exception as error:  # TensorStore gives every status of its own one of a few built-in types
             reason = " ".join(str(error).split())[:160]
             raise ReanchorError(f"{self.name}: {name} cannot be read: {reason}; convert the source again") from None
+
+
+def _read(store: Any, index: Index) -> np.ndarray:
+    """A part, read step by step: chunks that reach beyond it are decoded whole, all those of a step at once."""
+    if not index:
+        return store.read().result()
+    start, stop = index[0].start, index[0].stop
+    part = np.empty([s.stop - s.start for s in index], store.dtype.numpy_dtype)
+    step = max(1, _STEP_BYTES // max(1, math.prod(store.shape[1:]) * part.itemsize))
+    for row in range(start, stop, step):
+        rows = slice(row, min(row + step, stop))
+        part[rows.start - start : rows.stop - start] = store[(rows, *index[1:])].read().result()
+    return part

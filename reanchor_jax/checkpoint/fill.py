@@ -200,9 +200,9 @@ def _read_part(
     """The part of a parameter, from all tensors that fill it."""
     part = np.empty([s.stop - s.start for s in index], leaf.dtype)
     for name, slot in tensors.items():
-        if slot.layer is None:
-            part[...] = read_tensor(source, name, slot, part.dtype, layer, index)
-        elif slot.layer in range(index[0].start, index[0].stop):
+        if slot.layer is None:  # it is the parameter's only tensor
+            return read_tensor(source, name, slot, part.dtype, layer, index)
+        if slot.layer in range(index[0].start, index[0].stop):
             part[slot.layer - index[0].start] = read_tensor(source, name, slot, part.dtype, layer, index[1:])
     return part
 

@@ -13,7 +13,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, Gemma4TextConfig, Gemma4UnifiedTextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
+)
 
 from reanchor_jax.checkpoint import load_target
 from reanchor_jax.config import DecodeConfig
@@ -63,13 +69,17 @@ def live_model(changes: dict[str, Any], seed: int = 0) -> Any:
         del settings["hidden_size_per_layer_input"]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(kind(**settings), dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, weight in itertools.chain(model.named_parameters(), model.named_buffers()):
-            if "norm" in name or "layer_scalar" in name:
-                weight.uniform_(0.6, 1.4)
-            elif "inv_freq" not in name and "embed_scale" not in name:
-                weight.normal_(0, 0.15)
+    randomize(model)
     return model
+
+
+@torch.no_grad()
+def randomize(model: Any) -> None:
+    for name, weight in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if "norm" in name or "layer_scalar" in name:
+            weight.uniform_(0.6, 1.4)
+        elif "inv_freq" not in name and "embed_scale" not in name:
+            weight.normal_(0, 0.15)
 
 
 def assert_parity(folder: Path, changes: dict[str, Any], num_tokens: int) -> np.ndarray:
@@ -146,6 +156,22 @@ def test_every_field_that_matters_changes_the_output_as_theirs(tmp_path):
     logits = {name: assert_parity(tmp_path / name, changes, num_tokens=64) for name, changes in CHANGES.items()}
     for one, other in itertools.combinations(logits, 2):
         assert np.abs(logits[one] - logits[other]).max() > 20 * TOLERANCE, (one, other)
+
+
+def test_text_of_a_model_that_sees(tmp_path):
+    """`gemma4`: text is a part; the tensors of the eye are there and left alone."""
+    text = Gemma4TextConfig(**(BASE | {"rope_parameters": ropes(), "pad_token_id": 0}))
+    eye = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+           "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+    torch.manual_seed(0)
+    model = Gemma4ForConditionalGeneration(Gemma4Config(text_config=text, vision_config=eye, audio_config=None)).eval()
+    randomize(model)
+    model.save_pretrained(tmp_path)
+    ids = np.random.default_rng(0).integers(0, VOCAB, 40)
+    logits, layers = our_outputs(tmp_path, ids)
+    want_logits, want_layers = live_outputs(model, ids)
+    np.testing.assert_allclose(layers, want_layers, rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(logits, want_logits, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_greedy_decoding(tmp_path):
