@@ -218,11 +218,13 @@ def test_half_a_line_is_dropped(tmp_path):
 
 def test_other_records_are_refused(tmp_path):
     Records(tmp_path, STUDY).add(made(chain(), "a", 0, prompt="p"))
-    with pytest.raises(ReanchorError, match="max_new_tokens is 12, this run's is 13; use another --out"):
+    with pytest.raises(ReanchorError, match="max_new_tokens is 12, in this run it is 13; use another --out"):
         Records(tmp_path, dataclasses.replace(STUDY, max_new_tokens=13))
     with pytest.raises(ReanchorError, match="variants"):
         Records(tmp_path, dataclasses.replace(STUDY, variants={"domino": 8}))
-    Records(tmp_path, dataclasses.replace(STUDY, variants={"dspark": 8}))  # may join later
+    joined = dataclasses.replace(STUDY, variants={"dspark": 8})  # may join later
+    Records(tmp_path, joined).add({**made(chain(drafter="dspark"), "a", 0), "study": dataclasses.asdict(joined)})
+    assert Records(tmp_path).study.variants == {"domino": 4, "dspark": 8}
     with pytest.raises(ReanchorError, match="answers another prompt as row 0 of a"):
         Records(tmp_path, STUDY).get(chain().name, "a", 0, "q")
     path = tmp_path / "records.jsonl"
@@ -397,7 +399,7 @@ def test_one_experiment_takes_records_of_another(folder, tmp_path, monkeypatch, 
     assert len(list(Records(tmp_path))) == before + 2 * 3  # in-block and extension alone
     table = (tmp_path / "components.md").read_text()
     assert "Δ +0.54" in table and "12 of 12" in table and "3 of 3" in table
-    with pytest.raises(ReanchorError, match="records of another study: max_new_tokens is 12"):
+    with pytest.raises(ReanchorError, match="of another study: max_new_tokens is 12"):
         call([components.EXPERIMENT], folder, tmp_path, "--max-new-tokens", "11")
     capsys.readouterr()
 

@@ -34,16 +34,14 @@ class Records:
         """
         self._path = folder / "records.jsonl"
         self._records: dict[tuple[str, str, int], Record] = {}
-        found = None
+        found: dict[str, Any] | None = None
         for number, record in self._read(folder):
-            found = found or record["study"]
-            if record["study"] != found:
-                raise ReanchorError(f"{self._path} line {number} is of another study than line 1; take it out")
+            found = _join(found or record["study"], record["study"], f"{self._path} line {number}")
             self._records[record["setting"], record["dataset"], record["row"]] = record
         if study is None and found is None:
             raise ReanchorError(f"{folder} has no records; run an experiment with --out {folder} first")
         if study is not None and found is not None:
-            _check_same(json.loads(json.dumps(dataclasses.asdict(study))), found, self._path)
+            _join(found, dataclasses.asdict(study), "this run")
         self.study: Study = study if study is not None else Study(**(found or {}))
 
     def _read(self, folder: Path) -> Iterator[tuple[int, Record]]:
@@ -93,15 +91,16 @@ class Records:
         return iter(self._records.values())
 
 
-def _check_same(wanted: dict[str, Any], found: dict[str, Any], path: Path) -> None:
-    # A variant may join later; one that is there already keeps its block size.
-    variants = {**wanted["variants"], **found["variants"]}
-    differing = [name for name in wanted if name != "variants" and wanted[name] != found.get(name)]
-    if any(variants[name] != size for name, size in wanted["variants"].items()):
+def _join(found: dict[str, Any], other: dict[str, Any], where: str) -> dict[str, Any]:
+    """A study with the variants of both: others may join later. Raises ReanchorError where anything else differs."""
+    variants = {**other["variants"], **found["variants"]}
+    differing = [name for name in found if name != "variants" and found[name] != other.get(name)]
+    if any(variants[name] != size for name, size in other["variants"].items()):
         differing.append("variants")
     if differing:
         name = differing[0]
         raise ReanchorError(
-            f"{path} holds records of another study: {name} is {found.get(name)!r}, this run's is {wanted[name]!r}; "
+            f"the records there are of another study: {name} is {found[name]!r}, in {where} it is {other.get(name)!r}; "
             "use another --out"
         )
+    return {**found, "variants": variants}
