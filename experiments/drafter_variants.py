@@ -55,7 +55,7 @@ def settings(study: Study) -> list[Setting]:
 
 def parts(results: Results) -> list[Part]:
     rows = pairs(results.study)
-    table, _ = compare(results, rows, PAPER, paper_target(results.study.pair))
+    table = compare(results, rows, PAPER, paper_target(results.study.pair))
     bars = [
         (f"{name}{'' if i == 0 else ' + ReAnchor'}", both[i], "") for T, name, *both in rows if T == 0 for i in (0, 1)
     ]

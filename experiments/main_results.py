@@ -40,7 +40,7 @@ def settings(study: Study) -> list[Setting]:
 def parts(results: Results) -> list[Part]:
     cold, cold_new, warm, warm_new = settings(results.study)
     rows = [(0.0, "DFlash", cold, cold_new), (1.0, "DFlash", warm, warm_new)]
-    table, _ = compare(results, rows, PAPER, paper_target(results.study.pair))
+    table = compare(results, rows, PAPER, paper_target(results.study.pair))
     labels = ["chain, T = 0", "ReAnchor, T = 0", "chain, T = 1", "ReAnchor, T = 1"]
     named = [(label, setting, "") for label, setting in zip(labels, settings(results.study), strict=True)]
     return [table, tau_bars(results, "main_results", named, "Committed tokens per round, chain and ReAnchor.")]

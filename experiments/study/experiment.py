@@ -87,9 +87,7 @@ def lossless_table(results: Results, settings: Sequence[Setting]) -> Table:
     return Table(["setting", "equal to plain decoding"], cells, "Some answers differ from plain decoding.")
 
 
-def method_table(
-    results: Results, rows: Sequence[tuple[str, Setting, str]], base: Setting | None = None, *, nodes: bool = True
-) -> Table:
+def method_table(results: Results, rows: Sequence[tuple[str, Setting, str]], base: Setting | None = None) -> Table:
     """tau per dataset and in the mean, speedup, nodes; rows of label, setting and the paper's numbers in words.
 
     Gains are against `base`, by default the first row's setting.
@@ -98,7 +96,7 @@ def method_table(
     columns = ["", *(f"tau {dataset}" for dataset in results.datasets)]
     several = len(results.datasets) > 1
     columns += ["tau mean"] if several else []
-    columns += ["Δ tau", "gain in tau", "speedup over plain", *(["nodes a round"] if nodes else []), "equal", "paper"]
+    columns += ["Δ tau", "gain in tau", "speedup over plain", "nodes a round", "equal", "paper"]
     last = MEAN if several else results.datasets[0]
     lines = []
     for label, setting, paper in rows:
@@ -110,8 +108,7 @@ def method_table(
             line.append(cell(tau - results.tau(base, last), sign=True))
             line.append(cell(results.relative(results.tau, setting, base, last), 1, unit="%", percent=True, sign=True))
         line.append(cell(results.speedup(setting, last), unit="×"))
-        if nodes:
-            line.append(f"{results.nodes(setting, last)[0]:.1f}")
+        line.append(f"{results.nodes(setting, last)[0]:.1f}")
         same, total = results.equal(setting)
         lines.append([*line, f"{same} of {total}", paper or "-"])
     return Table(columns, lines, "Speedups are as measured here; the paper's are of an H100.")
