@@ -222,7 +222,7 @@ def _restore(folder: Path, devices: int) -> int:
 
 
 def _equal(parameters, records, np) -> bool:
-    held, array = None, None
+    held, array = "", np.empty(0)
     for record in records:
         if record.parameter != held:  # whole on the host, once: rows of a sharded array come one by one
             held, array = record.parameter, np.asarray(parameters[record.parameter])

@@ -25,8 +25,10 @@ from tests.golden_heads import (
 from tests.tiny import run
 
 TARGETS = {
+    "domino_shift0_prefix0": "target_qwen3_untied",
     "domino_shift0_prefix1": "target_qwen3_untied",
     "domino_shift1_prefix0": "target_qwen3_untied",
+    "domino_shift1_prefix1": "target_qwen3_untied",
     "domino_qwen3_trained": "trained_qwen3_target",
 }
 
