@@ -97,6 +97,7 @@ def test_every_setting_has_its_flag():
         draft_temperature=0.75,
         attach="longest",
         retain="baseline",
+        components="extension",
         offsets=2,
         nodes=9,
         logprobs=4,

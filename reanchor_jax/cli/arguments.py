@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from reanchor_jax import __version__
 from reanchor_jax.cli.flags import Parser, number, whole
-from reanchor_jax.config import AttachRule, DecodeConfig, DraftRule, Method, RetainRule, Schedule
+from reanchor_jax.config import AttachRule, Components, DecodeConfig, DraftRule, Method, RetainRule, Schedule
 from reanchor_jax.default_pair import DEFAULT_PAIR
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.profile import load_profile, profile_text
@@ -178,6 +178,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--attach", choices=get_args(AttachRule), default=defaults.attach, help=_default("where blocks attach"))
     add("--retain", choices=get_args(RetainRule), default=defaults.retain, help=_default("which states are kept"))
+    components_help = "what attached blocks may change: the baseline block, what lies beyond it, or both"
+    add("--components", choices=get_args(Components), default=defaults.components, help=_default(components_help))
     add("--offsets", type=whole(0), metavar="D", help="shifted blocks a round; default: block size - 1")
     add("--nodes", type=whole(1), metavar="N", help="node budget of the trie; default: 4 times the block size")
     schedule_help = "cut blocks where a drafter's confidence says so"

@@ -60,6 +60,8 @@ def _method(settings: dict[str, Any]) -> str:
     parts = [settings["method"]]
     if settings["method"] == "reanchor":
         parts += [f"attach {settings['attach']}", f"retain {settings['retain']}"]
+        if settings["components"] != "both":
+            parts.append(f"components {settings['components']}")
     if settings["method"] != "ar":
         parts.append(f"draft {settings['draft_rule']}")
     if settings["schedule"] != "none":
