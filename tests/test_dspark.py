@@ -143,7 +143,8 @@ def test_schedules_are_lossless_and_verify_less(temperature, rule, bucket_nodes)
     prompts = padded(arrays["prompt_ids"][:4])
     config = DecodeConfig(temperature=temperature, draft_rule=rule, attach="fallback", bucket_nodes=bucket_nodes)
     plain = run(pair, prompts, dataclasses.replace(config, method="ar"), NEW)
-    for method in ("dflash", "reanchor"):
+    # Every program takes seconds to compile; the chain is ReAnchor's baseline block alone.
+    for method in ("dflash", "reanchor") if temperature == 0 and not bucket_nodes else ("reanchor",):
         whole = run(pair, prompts, dataclasses.replace(config, method=method), NEW)
         nodes = []
         for schedule in SCHEDULES:
