@@ -15,7 +15,9 @@ from reanchor_jax.checkpoint import load_drafter, load_target, save_drafter, sav
 from reanchor_jax.checkpoint.drafter_config import read_drafter_config
 from reanchor_jax.checkpoint.fill import named_parameters
 from reanchor_jax.checkpoint.hf_config import read_target_config
+from reanchor_jax.training.start import new_drafter, new_drafter_config
 from tests.checkpoint_folders import refuses
+from tests.tiny import make_pair
 
 GOLDEN = Path(__file__).parent / "golden"
 TARGETS = ("target_gemma4_dense", "target_gemma4_unified")
@@ -122,6 +124,16 @@ def test_a_saved_drafter_loads_back(tmp_path):
     assert loaded.config == drafter.config and drafter.config.head.logit_softcap == 30
     for path, leaf in named_parameters(loaded).items():
         np.testing.assert_array_equal(leaf, named_parameters(drafter)[path])
+
+
+def test_new_drafters_for_gemma_have_layers_of_qwen3(tmp_path):
+    target = make_pair(4, family="gemma4_text").target
+    config = new_drafter_config(target, num_layers=2, block_size=4, mask_token_id=15, target_layer_ids=(0, 5))
+    assert config.layer.sliding_window is None and config.layer.activation == "silu" and not config.layer.sandwich_norms
+    refuses(lambda: new_drafter(target, config, "layers", 0), "gemma4_text", "--start random")
+    drafter = new_drafter(target, config, "random", 0)
+    save_drafter(drafter, tmp_path, dtype=jnp.float32)
+    assert load_drafter(tmp_path).config == config
 
 
 def test_a_drafter_of_sliding_layers_is_refused(tmp_path):

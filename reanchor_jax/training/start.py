@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from reanchor_jax.checkpoint.drafter_config import MAX_BLOCK
-from reanchor_jax.config import DrafterConfig, HeadConfig, LMHeadConfig
+from reanchor_jax.config import DrafterConfig, HeadConfig, LayerConfig, LMHeadConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.target import Target
@@ -70,7 +70,18 @@ def new_drafter_config(
         target_num_layers=t.num_layers,
         vocab_size=t.vocab_size,
         num_layers=num_layers,
-        layer=dataclasses.replace(t.layer, qk_norm=True),
+        # DFlash's layers are Qwen3's, whatever the target's.
+        layer=LayerConfig(
+            hidden_size=t.layer.hidden_size,
+            intermediate_size=t.layer.intermediate_size,
+            num_heads=t.layer.num_heads,
+            num_kv_heads=t.layer.num_kv_heads,
+            head_dim=t.layer.head_dim,
+            rms_norm_eps=t.layer.rms_norm_eps,
+            rope=t.layer.rope,
+            qk_norm=True,
+            attention_bias=t.layer.attention_bias,
+        ),
         head=LMHeadConfig(),
     )
 
@@ -104,6 +115,11 @@ def new_drafter(target: Target, config: DrafterConfig, start: Start, seed: int) 
     drafter = Drafter(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
     if start == "random":
         return drafter
+    if target.config.layer.sandwich_norms:
+        raise ReanchorError(
+            f"--start is layers and the target is {target.config.model_type}, whose layers are not a drafter's; "
+            "expected llama or qwen3: use --start random"
+        )
     if config.num_layers > target.config.num_layers:
         raise ReanchorError(
             f"--layers is {config.num_layers}; expected at most the target's {target.config.num_layers}, "
