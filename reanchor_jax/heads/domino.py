@@ -72,7 +72,8 @@ class DominoHead(Head):
         inputs = jnp.concatenate([hidden, states.swapaxes(0, 1).astype(hidden.dtype)], axis=-1)
         inner = jax.nn.silu(linear(inputs, self.proj_in[...])).astype(hidden.dtype)
         corrected = jnp.arange(1, before.shape[1] + 1) > self.config.pure_draft_prefix_len
-        return Forced(hidden, target.head_rows, jnp.where(corrected[None, :, None], inner, 0), self.proj_out[...])
+        inner = jnp.where(corrected[None, :, None], inner, 0)
+        return Forced(hidden, target.head_rows, inner, self.proj_out[...], cap=target.config.logit_softcap)
 
     def start_from(self, target: Target) -> None:
         self.proj_out = nnx.Param(jnp.zeros_like(self.proj_out[...]))

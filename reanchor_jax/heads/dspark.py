@@ -88,7 +88,7 @@ class DSparkHead(Head):
         # table, which it reads too, it may move.)
         confidence = None if self.confidence is None else self.confide(before, jax.lax.stop_gradient(hidden))
         extra_rows = rows[:, :0] if self.markov_out is None else self.markov_out[...]
-        return Forced(hidden, rows, factors.swapaxes(0, 1), extra_rows, confidence)
+        return Forced(hidden, rows, factors.swapaxes(0, 1), extra_rows, confidence, self.config.logit_softcap)
 
     def start_from(self, target: Target) -> None:
         self.embedding = nnx.Param(target.embedding[...].astype(jnp.float32))

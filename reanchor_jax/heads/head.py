@@ -22,7 +22,7 @@ class Drafts(NamedTuple):
 
 
 class Forced(NamedTuple):
-    """Blocks whose tokens are known: the logits of draft k are `hidden @ rows.T + extra @ extra_rows.T`.
+    """Blocks whose tokens are known: the logits of draft k are `softcap(hidden @ rows.T) + extra @ extra_rows.T`.
 
     Kept as factors, so that training can score some tokens only, a chunk of drafts at a time.
     """
@@ -32,6 +32,7 @@ class Forced(NamedTuple):
     extra: jax.Array  # [A, B-1, E] what the head adds, given the tokens before; E is 0 for a plain LM head
     extra_rows: jax.Array  # [V, E]
     confidence: jax.Array | None = None  # [A, B-1] f32, as in `Drafts`
+    cap: float | None = None  # of the softcap on what the LM head says; None: there is none
 
 
 class Head(nnx.Module):

@@ -59,4 +59,5 @@ class LMHead(Head):
     def force(self, target: Target, hidden: jax.Array, before: jax.Array) -> Forced:
         assert self.target_ids is None  # the trainer has refused such a drafter
         hidden, rows = hidden[:, 1:], target.head_rows if self.lm_head is None else self.lm_head[...]
-        return Forced(hidden, rows, hidden[..., :0], rows[:, :0])
+        cap = target.config.logit_softcap if self.lm_head is None else None
+        return Forced(hidden, rows, hidden[..., :0], rows[:, :0], cap=cap)

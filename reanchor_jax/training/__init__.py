@@ -7,7 +7,9 @@ blocks          random anchors, the masked blocks behind them, the tokens they s
 loss            position-decayed cross entropy, and that of a confidence
 trainable       which parameters are trained: all, or the head alone
 optimizer       AdamW with warm-up and cosine decay
-trainer         the loop: step, log, evaluate, checkpoint, resume
+run             the loop: step, log, evaluate, checkpoint, resume
+trainer         its steps on the target's own texts
+draft_opd       its steps on the drafter's own drafts: `rollout` records them, `replay` scores them
 checkpoints     exact resume with Orbax
 start           the first parameters of a new drafter
 evaluate        held-out accuracy per block position, and tau

@@ -12,10 +12,11 @@ from reanchor_jax.cli.flags import Parser, folder, number, whole
 from reanchor_jax.config import DominoConfig, DSparkConfig, HeadConfig, MarkovHead
 from reanchor_jax.default_pair import DEFAULT_PAIR
 from reanchor_jax.errors import ReanchorError
+from reanchor_jax.training.draft_opd import DraftOPDConfig
 from reanchor_jax.training.optimizer import OptimizerConfig
+from reanchor_jax.training.run import TrainConfig
 from reanchor_jax.training.start import Start
 from reanchor_jax.training.tiny_pair import TinyPairConfig
-from reanchor_jax.training.trainer import TrainConfig
 
 _EPILOG = """\
 The run lives in --out: train.json (settings), log.jsonl, checkpoints/, and two drafters in their kind's
@@ -34,7 +35,16 @@ _DEFAULTS = {
     **{"steps": 2000, "rows": 4, "anchors": 32, "learning_rate": 5e-4, "gamma": 4.0, "seed": 0},
     **{"layers": 3, "block_size": 16, "start": "layers"},
 }
-"""Of a run for any target; the recipe, which shares these flags, has its own in `TinyPairConfig`."""
+"""Of a run for any target; the recipe tiny-pair, which shares these flags, has its own in `TinyPairConfig`."""
+
+_DRAFT_OPD = {"steps": 400, "learning_rate": 1e-4, "gamma": 0.9}
+"""Other defaults of the recipe draft-opd."""
+
+_OF_RECIPE = {
+    **{name: "tiny-pair" for name in ("text", "model_type", "target_steps")},
+    **{name: "draft-opd" for name in ("temperature", "rollout_batches", "passes")},
+}
+"""Flags that one recipe alone has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +70,7 @@ class Options:
     head: HeadConfig | None
     """Of a fresh head on the backbone of `init`; None: its own."""
     config: TrainConfig
+    """`DraftOPDConfig` for that recipe."""
 
 
 def parse(argv: Sequence[str] | None) -> Options | tuple[TinyPairConfig, Path]:
@@ -71,11 +82,14 @@ def parse(argv: Sequence[str] | None) -> Options | tuple[TinyPairConfig, Path]:
     """
     parser = _parser()
     flags = vars(parser.parse_args(argv))
-    if flags.pop("recipe") is not None:
+    recipe = flags.pop("recipe")
+    for name, owner in _OF_RECIPE.items():
+        if recipe != owner and flags.pop(name) is not None:
+            raise ReanchorError(f"--{name.replace('_', '-')} belongs to --recipe {owner}; expected no such flag here")
+    if recipe == "tiny-pair":
         return _recipe(flags)
-    for name in ("text", "model_type", "target_steps"):
-        if flags.pop(name) is not None:
-            raise ReanchorError(f"--{name.replace('_', '-')} belongs to --recipe tiny-pair; expected no such flag here")
+    if recipe == "draft-opd":
+        _check_draft_opd(flags)
     shape = ("layers", "block_size", "mask_token_id", "target_layer_ids", "start")
     given = [name for name in shape if flags[name] is not None]
     if flags["init"] is not None and given:
@@ -94,16 +108,35 @@ def parse(argv: Sequence[str] | None) -> Options | tuple[TinyPairConfig, Path]:
         weight_decay=flags.pop("weight_decay"),
     )
     optimizer.validate()
-    config = TrainConfig(
-        optimizer=optimizer,
-        num_rows=flags.pop("rows"),
-        num_anchors=flags.pop("anchors"),
-        gamma=flags.pop("gamma"),
-        seed=flags.pop("seed"),
-        eval_first=flags["init"] is not None,
+    settings = {
+        "optimizer": optimizer,
+        "num_rows": flags.pop("rows"),
+        "num_anchors": flags.pop("anchors"),
+        "seed": flags.pop("seed"),
+        "eval_first": flags["init"] is not None,
         **{name: flags.pop(name) for name in _TRAINING},
-    )
+    }
+    gamma = flags.pop("gamma")
+    if recipe != "draft-opd":
+        return Options(config=TrainConfig(**settings, gamma=gamma), **flags)
+    own = {name: flags.pop(name) for name in ("temperature", "rollout_batches", "passes")}
+    own = {name: value for name, value in own.items() if value is not None}
+    config = DraftOPDConfig(**settings, **own, replay_gamma=gamma, rollout_tokens=flags["max_new_tokens"])
+    config.validate()
     return Options(config=config, **flags)
+
+
+def _check_draft_opd(flags: dict[str, Any]) -> None:
+    """Raises ReanchorError for flags that do not go with the recipe; fills in its own defaults."""
+    if flags["init"] is None:
+        raise ReanchorError("--recipe draft-opd goes on from a drafter; name it with --init")
+    if flags["head"] is not None:
+        raise ReanchorError("--head does not go with --recipe draft-opd; leave it out, or train the head first")
+    if flags["max_new_tokens"] >= flags["max_len"]:
+        raise ReanchorError(
+            f"--max-new-tokens is {flags['max_new_tokens']}; expected fewer than --max-len, {flags['max_len']}"
+        )
+    flags |= {name: value for name, value in _DRAFT_OPD.items() if flags[name] is None}
 
 
 def _head(flags: dict[str, Any]) -> HeadConfig | None:
@@ -142,7 +175,7 @@ def _recipe(flags: dict[str, Any]) -> tuple[TinyPairConfig, Path]:
     other = ("mask_token_id", "train_vocab", "warmup", "held_out_answers", "head", "rank", "gru", "markov")
     for name in ("prompts", "answers", "init", *other, "freeze_backbone"):
         if flags[name] is not None and flags[name] is not False:
-            raise ReanchorError(f"--{name.replace('_', '-')} does not go with --recipe; leave it out")
+            raise ReanchorError(f"--{name.replace('_', '-')} does not go with --recipe tiny-pair; leave it out")
     given = {field: flags[name] for name, field in names.items() if flags[name] is not None}
     config = TinyPairConfig(**given)
     config.validate()
@@ -201,7 +234,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--learning-rate", type=number, metavar="LR", help=f"at its peak (default {d['learning_rate']:g})")
     add("--warmup", type=whole(0), metavar="N", help="steps of growth (default: a tenth, at most 100)")
     add("--weight-decay", type=number, default=0.01, metavar="W", help="of matrices (default %(default)s)")
-    add("--gamma", type=_above_0, metavar="G", help=f"draft k has weight exp(-(k - 1) / G) (default {d['gamma']:g})")
+    gamma_help = f"draft k has weight exp(-(k - 1) / G) (default {d['gamma']:g}); draft-opd: G^(k - 1) if discarded"
+    add("--gamma", type=_above_0, metavar="G", help=gamma_help)
     add("--train-vocab", type=whole(2), metavar="V", help="score the V most frequent answer tokens only")
     add("--seed", type=whole(0, 2**31 - 1), metavar="N", help=f"(default {d['seed']})")
     add("--feature-dtype", choices=("float32", "bfloat16"), default="float32", help="of remembered target features")
@@ -215,11 +249,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--tau-tokens", type=whole(2), default=64, metavar="N", help="new tokens of each (default %(default)s)")
 
     add = parser.add_argument_group("recipe").add_argument
-    recipe_help = "a byte-level target and its drafter from nothing, in minutes; of the flags above only those of shape"
-    add("--recipe", choices=("tiny-pair",), help=recipe_help)
+    recipe_help = """tiny-pair: a byte-level target and its drafter from nothing, in minutes; of the flags above only
+    those of shape. draft-opd: the drafter of --init learns from its own drafts"""
+    add("--recipe", choices=("tiny-pair", "draft-opd"), help=recipe_help)
     add("--text", type=Path, metavar="FILE", help="text to learn (default: synthetic documents)")
     add("--model-type", choices=("qwen3", "llama"), help="of the target (default qwen3)")
     add("--target-steps", type=whole(1), metavar="N", help="training steps of the target (default 420)")
+    o = DraftOPDConfig
+    add("--temperature", type=_at_least_0, metavar="T", help=f"draft-opd: of rollouts (default {o.temperature:g})")
+    phase_help = f"draft-opd: batches of prompts that are decoded in one go (default {o.rollout_batches})"
+    add("--rollout-batches", type=whole(1), metavar="N", help=phase_help)
+    add("--passes", type=whole(1), metavar="N", help=f"draft-opd: steps on each of them (default {o.passes})")
     return parser
 
 

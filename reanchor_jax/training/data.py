@@ -9,12 +9,14 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.training.blocks import Batch
+
+T = TypeVar("T")
 
 LENGTH_STEP = 128
 """Texts are padded to multiples of this, so that few lengths compile."""
@@ -87,8 +89,8 @@ def read_answers(path: Path, vocab_size: int, max_len: int) -> list[Text]:
     return texts
 
 
-def split_held_out(texts: Sequence[Text], num_held_out: int, seed: int) -> tuple[list[Text], list[Text]]:
-    """Training texts and `num_held_out` others, drawn by the seed."""
+def split_held_out(texts: Sequence[T], num_held_out: int, seed: int) -> tuple[list[T], list[T]]:
+    """Training texts (or prompts) and `num_held_out` others, drawn by the seed."""
     if not 0 < num_held_out < len(texts):
         raise ReanchorError(f"--held-out is {num_held_out}; expected 1 to {len(texts) - 1}, below the number of texts")
     order = np.random.default_rng((seed, 1)).permutation(len(texts))

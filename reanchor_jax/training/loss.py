@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.heads import Forced
-from reanchor_jax.target import Target
+from reanchor_jax.target import Target, softcap
 from reanchor_jax.training.blocks import Batch, random_blocks
 from reanchor_jax.training.trainable import freeze
 
@@ -35,12 +35,13 @@ def make_vocab(vocab_size: int, token_ids: np.ndarray | None) -> Vocab:
 
 
 class Factors(NamedTuple):
-    """n drafts whose logits over V' tokens are `hidden @ rows.T + extra @ extra_rows.T`."""
+    """n drafts whose logits over V' tokens are `softcap(hidden @ rows.T) + extra @ extra_rows.T`."""
 
     hidden: jax.Array  # [n, D]
     rows: jax.Array  # [V', D] a constant
     extra: jax.Array  # [n, E]
     extra_rows: jax.Array  # [V', E]
+    cap: Any = None  # of the softcap, a number; None: there is none
 
 
 def make_factors(forced: Forced, vocab: Vocab) -> Factors:
@@ -49,7 +50,17 @@ def make_factors(forced: Forced, vocab: Vocab) -> Factors:
     def kept(rows: jax.Array) -> jax.Array:
         return rows if vocab.ids is None else rows[vocab.ids]
 
-    return Factors(_flat(forced.hidden), kept(forced.rows), _flat(forced.extra), kept(forced.extra_rows))
+    rows, extra_rows = kept(forced.rows), kept(forced.extra_rows)
+    return Factors(_flat(forced.hidden), rows, _flat(forced.extra), extra_rows, forced.cap)
+
+
+def draft_logits(factors: Factors, hidden: jax.Array, extra: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Float32 logits [n, V'] of some drafts, [n, D] and [n, E]; and the part that is under the softcap."""
+    base = jnp.einsum("nd,vd->nv", hidden, factors.rows, preferred_element_type=jnp.float32)
+    base = softcap(base, factors.cap)
+    if not extra.shape[1]:
+        return base, base
+    return base + jnp.einsum("ne,ve->nv", extra, factors.extra_rows, preferred_element_type=jnp.float32), base
 
 
 class Scores(NamedTuple):
@@ -61,11 +72,11 @@ class Scores(NamedTuple):
 
 def score(factors: Factors, labels: jax.Array) -> Scores:
     """Scores of labels [n] in 0 .. V'-1, a chunk of drafts at a time."""
-    chunks, count = _in_chunks(factors.hidden, factors.extra, labels)
+    chunks, count = in_chunks(factors.hidden, factors.extra, labels)
 
     def score_chunk(chunk):
         hidden, extra, labels = chunk
-        _, log_total, at_label, right = _chunk_logits(factors, hidden, extra, labels)
+        _, _, log_total, at_label, right = _score_chunk(factors, hidden, extra, labels)
         return log_total - at_label, right
 
     return Scores(*(_flat(x)[:count] for x in jax.lax.map(score_chunk, chunks)))
@@ -89,16 +100,20 @@ def cross_entropy(factors: Factors, labels: jax.Array, weights: jax.Array) -> tu
 
 
 def _forward(factors: Factors, labels: jax.Array, weights: jax.Array):
-    chunks, count = _in_chunks(factors.hidden, factors.extra, labels, weights)
+    chunks, count = in_chunks(factors.hidden, factors.extra, labels, weights)
 
     def score_chunk(carry, chunk):
         total, extra_rows_gradient = carry
         hidden, extra, labels, weights = chunk
-        logits, log_total, at_label, right = _chunk_logits(factors, hidden, extra, labels)
+        logits, base, log_total, at_label, right = _score_chunk(factors, hidden, extra, labels)
         # d loss / d logits = weight (softmax - onehot(label)); the onehot part is a gather of rows.
         soft = (jnp.exp(logits - log_total[:, None]) * weights[:, None]).astype(hidden.dtype)
         w = weights[:, None].astype(hidden.dtype)
-        hidden_gradient = jnp.einsum("nv,vd->nd", soft, factors.rows) - w * factors.rows[labels]
+        # A softcap passes on 1 - tanh^2 of it.
+        slope = jnp.ones_like(base) if factors.cap is None else 1 - (base / factors.cap) ** 2
+        at_labels = w * jnp.take_along_axis(slope, labels[:, None], axis=1).astype(w.dtype)
+        soft_base = soft * slope.astype(soft.dtype)
+        hidden_gradient = jnp.einsum("nv,vd->nd", soft_base, factors.rows) - at_labels * factors.rows[labels]
         extra_gradient = jnp.einsum("nv,ve->ne", soft, factors.extra_rows) - w * factors.extra_rows[labels]
         extra_rows_gradient += jnp.einsum("nv,ne->ve", soft, extra)
         extra_rows_gradient = extra_rows_gradient.at[labels].add(-w * extra)
@@ -113,22 +128,21 @@ def _forward(factors: Factors, labels: jax.Array, weights: jax.Array):
 
 def _backward(gradients: tuple[jax.Array, jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]):
     hidden, extra, extra_rows = (gradient * cotangents[0].astype(gradient.dtype) for gradient in gradients)
-    return Factors(hidden, None, extra, extra_rows), None, None  # pyright: ignore[reportArgumentType]
+    return Factors(hidden, None, extra, extra_rows, None), None, None  # pyright: ignore[reportArgumentType]
 
 
 cross_entropy.defvjp(_forward, _backward)
 
 
-def _chunk_logits(factors: Factors, hidden: jax.Array, extra: jax.Array, labels: jax.Array):
-    """Logits [n, V'] of a chunk, their log-sum-exp, that of the label, and whether it is the highest."""
-    logits = jnp.einsum("nd,vd->nv", hidden, factors.rows, preferred_element_type=jnp.float32)
-    if extra.shape[1]:
-        logits += jnp.einsum("ne,ve->nv", extra, factors.extra_rows, preferred_element_type=jnp.float32)
+def _score_chunk(factors: Factors, hidden: jax.Array, extra: jax.Array, labels: jax.Array):
+    """`draft_logits` of a chunk, their log-sum-exp, that of the label, and whether it is the highest."""
+    logits, base = draft_logits(factors, hidden, extra)
     at_label = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
-    return logits, jax.nn.logsumexp(logits, axis=-1), at_label, jnp.argmax(logits, axis=-1) == labels
+    right = jnp.argmax(logits, axis=-1) == labels
+    return logits, base, jax.nn.logsumexp(logits, axis=-1), at_label, right
 
 
-def _in_chunks(*arrays: jax.Array) -> tuple[tuple[jax.Array, ...], int]:
+def in_chunks(*arrays: jax.Array) -> tuple[tuple[jax.Array, ...], int]:
     """Arrays [n, ...] as chunks [c, CHUNK_ROWS or fewer, ...] of drafts, and n.
 
     Example: 1,200 drafts become three chunks of 512, the last one padded with zeros.

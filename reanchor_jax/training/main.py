@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -15,9 +16,10 @@ from reanchor_jax.errors import ReanchorError
 from reanchor_jax.pair import check_pair
 from reanchor_jax.target import Target
 from reanchor_jax.tokenizer import load_tokenizer
-from reanchor_jax.training.answers import generate_answers, read_prompts
+from reanchor_jax.training.answers import Prompt, generate_answers, read_prompts
 from reanchor_jax.training.arguments import Options, parse
 from reanchor_jax.training.data import Text, read_answers, split_held_out
+from reanchor_jax.training.draft_opd import DraftOPDConfig, draft_opd
 from reanchor_jax.training.start import new_drafter, new_drafter_config, with_head
 from reanchor_jax.training.tiny_pair import make_tiny_pair
 from reanchor_jax.training.trainer import train
@@ -58,48 +60,79 @@ def _train(options: Options) -> None:
             target_layer_ids=options.target_layer_ids,
         )
         drafter = new_drafter(target, drafter_config, options.start, options.config.seed)
-    texts, held_out = _texts(options, source, target)
+    if isinstance(options.config, DraftOPDConfig):
+        prompts, held_out = _prompts(options, source, target)
+        fit = partial(draft_opd, target, drafter, prompts, held_out, options.config, options.out)
+    else:
+        texts, held_out = _texts(options, source, target)
+        is_new = options.init is None
+        fit = partial(train, target, drafter, texts, held_out, options.config, options.out, start_is_scaled=is_new)
     with _progress("training", options.config.optimizer.steps) as (on_step, echo):
-        train(
-            target,
-            drafter,
-            texts,
-            held_out,
-            options.config,
-            options.out,
-            start_is_scaled=options.init is None,
-            echo=echo,
-            on_step=on_step,
-        )
+        fit(echo=echo, on_step=on_step)
         echo(f"saved {options.out / 'drafter'}")
 
 
 def _texts(options: Options, source: str | Path, target: Target) -> tuple[list[Text], list[Text]]:
     """Training texts and held-out ones; answers the prompts first where they are prompts."""
-    vocab_size, answers = target.config.vocab_size, options.answers
-    held_out = None
-    if options.held_out_answers is not None:
-        held_out = read_answers(options.held_out_answers, vocab_size, options.max_len)
+    vocab_size, answers, held_out = target.config.vocab_size, options.answers, _held_out_answers(options, target)
     if answers is None:
-        assert options.prompts is not None
-        longest = options.max_len - options.max_new_tokens
-        prompts = read_prompts(options.prompts, vocab_size, longest, load_tokenizer(source, options.revision))
+        prompts = _read_prompts(options, source, target)
         if held_out is None and options.held_out >= len(prompts):
             raise ReanchorError(f"--held-out is {options.held_out}; expected fewer than the {len(prompts)} prompts")
-        answers = options.out / "answers.jsonl"
-        with _progress("answers", len(prompts)) as (on_step, _):
-            generate_answers(
-                target,
-                prompts,
-                answers,
-                max_new_tokens=options.max_new_tokens,
-                num_rows=options.answer_rows,
-                on_batch=lambda done: on_step(done, float("nan")),
-            )
+        answers = _answer(options, target, prompts)
     texts = read_answers(answers, vocab_size, options.max_len)
     if held_out is not None:
         return texts, held_out
     return split_held_out(texts, options.held_out, options.config.seed)
+
+
+def _prompts(options: Options, source: str | Path, target: Target) -> tuple[list[tuple[int, ...]], list[Text]]:
+    """Prompts of rollouts, and held-out texts: only the latter need answers."""
+    vocab_size, held_out = target.config.vocab_size, _held_out_answers(options, target)
+    if options.answers is None:
+        prompts = _read_prompts(options, source, target)
+        if held_out is None:
+            prompts, asked = split_held_out(prompts, options.held_out, options.config.seed)
+            held_out = read_answers(_answer(options, target, asked), vocab_size, options.max_len)
+        return [prompt.ids for prompt in prompts], held_out
+    texts = read_answers(options.answers, vocab_size, options.max_len)
+    if held_out is None:
+        texts, held_out = split_held_out(texts, options.held_out, options.config.seed)
+    longest = options.max_len - options.max_new_tokens
+    ids = [text.prompt_ids for text in texts if len(text.prompt_ids) <= longest]
+    if not ids:
+        raise ReanchorError(
+            f"{options.answers} has no prompt of at most {longest} tokens; raise --max-len or lower --max-new-tokens"
+        )
+    return ids, held_out
+
+
+def _held_out_answers(options: Options, target: Target) -> list[Text] | None:
+    if options.held_out_answers is None:
+        return None
+    return read_answers(options.held_out_answers, target.config.vocab_size, options.max_len)
+
+
+def _read_prompts(options: Options, source: str | Path, target: Target) -> list[Prompt]:
+    assert options.prompts is not None
+    longest = options.max_len - options.max_new_tokens
+    tokenizer = load_tokenizer(source, options.revision)
+    return read_prompts(options.prompts, target.config.vocab_size, longest, tokenizer)
+
+
+def _answer(options: Options, target: Target, prompts: list[Prompt]) -> Path:
+    """Where the target's answers to the prompts are."""
+    answers = options.out / "answers.jsonl"
+    with _progress("answers", len(prompts)) as (on_step, _):
+        generate_answers(
+            target,
+            prompts,
+            answers,
+            max_new_tokens=options.max_new_tokens,
+            num_rows=options.answer_rows,
+            on_batch=lambda done: on_step(done, float("nan")),
+        )
+    return answers
 
 
 @contextmanager
