@@ -14,6 +14,7 @@ from reanchor_jax.cache import init_cache
 from reanchor_jax.config import DecodeConfig, DraftRule, HeadConfig, Method
 from reanchor_jax.heads import Drafts
 from reanchor_jax.pair import Pair
+from reanchor_jax.target import softcap
 from tests.tiny import Prompts, make_pair, make_prompts, run
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -44,7 +45,7 @@ def force(pair: Pair, hidden: jax.Array, before: jax.Array) -> tuple[jax.Array, 
     """Logits [B-1, V] and confidences [B-1] of one block that training would see."""
     assert pair.drafter is not None
     forced = pair.drafter.head.force(pair.target, hidden[None], before[None])
-    logits = forced.hidden @ forced.rows.T + forced.extra @ forced.extra_rows.T
+    logits = softcap(forced.hidden @ forced.rows.T, forced.cap) + forced.extra @ forced.extra_rows.T
     return logits[0], None if forced.confidence is None else forced.confidence[0]
 
 

@@ -185,7 +185,6 @@ def test_loss_and_gradient_equal_numpy(gemma: Pair, case: str):
     moved = [jax.tree.map(lambda x, d, by=by: x + by * d, gemma.drafter, direction) for by in (eps, -eps)]
     ends = [loss_and_gradient(drafter, gemma.target, replay, states) for drafter in moved]
     difference = float(ends[0][0][0] - ends[1][0][0]) / (2 * eps)
-    print("FD", case, difference)
     slope = sum(float(jnp.sum(g * d)) for g, d in zip(*map(jax.tree.leaves, (gradient, direction)), strict=True))
     np.testing.assert_allclose(slope, difference, rtol=1e-2)
     assert abs(difference) > 0.1
@@ -230,7 +229,7 @@ def fit(pair: Pair, folder: Path, on_step=lambda step, loss: None, **changes) ->
     held_out = [Text(prompt, tuple(rng.integers(0, 15, 20).tolist())) for prompt in random_prompts(2)]
     settings = {
         "optimizer": OptimizerConfig(steps=7, learning_rate=3e-3, warmup=2),
-        **{"num_rows": 2, "num_anchors": 8, "tau_prompts": 0, "rollout_tokens": NEW, "rollout_batches": 2},
+        **{"num_rows": 2, "num_anchors": 24, "tau_prompts": 0, "rollout_tokens": NEW, "rollout_batches": 2},
         **{"log_every": 1, "eval_every": 10**6, "checkpoint_every": 3},
     }
     config = DraftOPDConfig(**{**settings, **changes})

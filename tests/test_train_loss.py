@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reanchor_jax.config import DecodeConfig
+from reanchor_jax.checkpoint import load_drafter, save_drafter
+from reanchor_jax.config import DecodeConfig, DominoConfig, DSparkConfig, HeadConfig, LMHeadConfig
 from reanchor_jax.draft import draft_blocks
+from reanchor_jax.errors import ReanchorError
 from reanchor_jax.pair import Pair
 from reanchor_jax.prefill import prefill
 from reanchor_jax.target import forward_text
@@ -19,10 +21,26 @@ from reanchor_jax.training import blocks
 from reanchor_jax.training import loss as loss_module
 from reanchor_jax.training.blocks import Anchors, Batch, block_labels, sample_anchors
 from reanchor_jax.training.features import fold_scale
-from reanchor_jax.training.loss import Factors, block_loss, cross_entropy, make_vocab, position_weights, score
-from tests.tiny import make_pair
+from reanchor_jax.training.loss import (
+    Factors,
+    block_loss,
+    cross_entropy,
+    draft_logits,
+    make_factors,
+    make_vocab,
+    position_weights,
+    score,
+)
+from reanchor_jax.training.start import new_drafter, new_drafter_config
+from tests.tiny import layer_config, make_pair
 
 BLOCK = 5
+DOMINO = DominoConfig(emb_dim=8, gru_hidden_dim=12, shift_label=False, pure_draft_prefix_len=1)
+DSPARK = DSparkConfig(
+    markov_rank=8, markov_head_type="gated", enable_confidence_head=False, confidence_head_with_markov=False,
+    logit_softcap=0.5,
+)  # fmt: skip
+HEADS = {"dflash": LMHeadConfig(), "domino": DOMINO, "dspark": DSPARK}
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
@@ -153,30 +171,68 @@ def test_weights():
     np.testing.assert_allclose(position_weights(4, 2.0), [1.0, np.exp(-0.5), np.exp(-1.0)], rtol=1e-6)
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("extra", [0, 3])
 @pytest.mark.parametrize("chunk", [3, 7, 100])
-def test_head_gradient_equals_autodiff(chunk: int, extra: int, monkeypatch: pytest.MonkeyPatch):
+def test_head_gradient_equals_autodiff(chunk: int, extra: int, cap: float | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(loss_module, "CHUNK_ROWS", chunk)
     rng = np.random.default_rng(2)
     sizes = ((7, 4), (9, 4), (7, extra), (9, extra))
     hidden, rows, *extras = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in sizes)
     labels, weights = jnp.asarray(rng.integers(0, 9, 7)), jnp.asarray(rng.uniform(size=7), jnp.float32)
 
-    def plain(hidden, extra, extra_rows):
-        log_probs = jax.nn.log_softmax(hidden @ rows.T + extra @ extra_rows.T)
+    def logits(hidden, extra, extra_rows):
+        base = hidden @ rows.T
+        return (base if cap is None else cap * jnp.tanh(base / cap)) + extra @ extra_rows.T
+
+    def plain(*arguments):
+        log_probs = jax.nn.log_softmax(logits(*arguments))
         return -3 * jnp.sum(weights * log_probs[jnp.arange(7), labels])
 
     def own(hidden, extra, extra_rows):
-        return 3 * cross_entropy(Factors(hidden, rows, extra, extra_rows), labels, weights)[0]
+        return 3 * cross_entropy(Factors(hidden, rows, extra, extra_rows, cap), labels, weights)[0]
 
     np.testing.assert_allclose(own(hidden, *extras), plain(hidden, *extras), rtol=1e-5)
     gradients = (jax.grad(f, (0, 1, 2))(hidden, *extras) for f in (own, plain))
     for got, want in zip(*gradients, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
-    right = np.argmax(hidden @ rows.T + extras[0] @ extras[1].T, axis=1) == labels
-    factors = Factors(hidden, rows, *extras)
+    # The whole gradient's slope in a random direction, by differences.
+    arguments = (hidden, *extras)
+    direction = [jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in arguments]
+    ends = [own(*(x + by * d for x, d in zip(arguments, direction, strict=True))) for by in (1e-3, -1e-3)]
+    slope = sum(jnp.vdot(g, d) for g, d in zip(jax.grad(own, (0, 1, 2))(*arguments), direction, strict=True))
+    np.testing.assert_allclose(slope, (ends[0] - ends[1]) / 2e-3, rtol=1e-2)
+    right = np.argmax(logits(*arguments), axis=1) == labels
+    factors = Factors(hidden, rows, *extras, cap)
     np.testing.assert_array_equal(cross_entropy(factors, labels, weights)[1], right)
     np.testing.assert_array_equal(score(factors, labels).right, right)
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_forced_logits_are_those_of_drafting(head: HeadConfig):
+    """Under softcaps: the target's, and of DSpark the head's own."""
+    pair = make_pair(BLOCK, family="gemma4_text", head=head)
+    slots = pair.drafter.config.num_slots
+    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(2, slots, 32)), jnp.float32)
+    anchors = jnp.array([3, 5])
+    drafts = jax.jit(lambda pair, *x: pair.drafter.head(pair.target, *x, None, 1.0))(pair, hidden, anchors)
+    before = jnp.concatenate([anchors[:, None], drafts.tokens[:, :-1]], axis=1)
+    forced = jax.jit(lambda pair, *x: pair.drafter.head.force(pair.target, *x))(pair, hidden, before)
+    factors = make_factors(forced, make_vocab(16, None))
+    logits, base = draft_logits(factors, factors.hidden, factors.extra)
+    np.testing.assert_allclose(logits.reshape(drafts.logits.shape), drafts.logits, atol=1e-5)
+    assert np.max(np.abs(base)) < 0.5 < np.max(np.abs(factors.hidden @ factors.rows.T))
+
+
+def test_a_new_drafter_for_a_target_with_softcap(tmp_path):
+    target = make_pair(BLOCK, family="gemma4_text").target
+    shape = {"num_layers": 1, "block_size": BLOCK, "mask_token_id": 15, "target_layer_ids": (1, 3)}
+    config = new_drafter_config(target, **shape)
+    assert config.layer == dataclasses.replace(layer_config(qk_norm=True), rms_norm_eps=1e-5)
+    with pytest.raises(ReanchorError, match="the target is gemma4_text, whose layers are not a drafter.s"):
+        new_drafter(target, config, "layers", 0)
+    save_drafter(new_drafter(target, config, "random", 0), tmp_path, dtype=jnp.float32)
+    assert load_drafter(tmp_path).config == config
 
 
 def test_gradient_leaves_no_parameter_out(pair: Pair):
