@@ -290,6 +290,18 @@ def test_missing_and_damaged_rollouts_are_named(tmp_path: Path):
         load_rollout(tmp_path / "0.npz")
 
 
+def check_verdicts(pair: Pair, rolled: Rollout) -> None:
+    """Replay repeats verification at T = 0: the target's top token is each accepted draft, never the first rejected."""
+    replay, taps = sample_blocks(rolled, 24, np.random.default_rng(0)), pair.drafter.config.target_layer_ids
+    states = replay_states(pair.target, replay, jnp.ones(pair.drafter.fc[...].shape[1]), tap_ids=taps)
+    top = np.argmax(pair.target.logits(states.hidden), axis=-1)
+    slots, accepted = np.arange(BLOCK - 1), replay.accepted[..., None]
+    scored = slots < replay.scored[..., None]
+    same = top == replay.proposals
+    assert np.all(same[scored & (slots < accepted)]) and not np.any(same[scored & (slots == accepted)])
+    assert np.sum(scored & (slots < accepted)) > 3
+
+
 def test_command_line_raises_tau_on_its_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     pair = make_pair(BLOCK)
@@ -306,6 +318,7 @@ def test_command_line_raises_tau_on_its_prompts(tmp_path: Path, monkeypatch: pyt
     rows = logged(Path("out"))
     assert len([row for row in rows if "rollout" in row]) == 24
     rolled = load_rollout(Path("out/rollouts/00000/00000.npz"))
+    check_verdicts(pair, rolled)
 
     prompts = [tuple(rolled.tokens[r, : rolled.starts[rolled.rows == r][0]].tolist()) for r in range(2)]
     (batch,) = make_batches([Text(ids, ()) for ids in prompts], 2, seed=0)
