@@ -10,10 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reanchor_jax.checkpoint import load_drafter, save_drafter
 from reanchor_jax.config import DecodeConfig, DominoConfig, DSparkConfig, HeadConfig, LMHeadConfig
 from reanchor_jax.draft import draft_blocks
-from reanchor_jax.errors import ReanchorError
 from reanchor_jax.pair import Pair
 from reanchor_jax.prefill import prefill
 from reanchor_jax.target import forward_text
@@ -31,8 +29,7 @@ from reanchor_jax.training.loss import (
     position_weights,
     score,
 )
-from reanchor_jax.training.start import new_drafter, new_drafter_config
-from tests.tiny import layer_config, make_pair
+from tests.tiny import make_pair
 
 BLOCK = 5
 DOMINO = DominoConfig(emb_dim=8, gru_hidden_dim=12, shift_label=False, pure_draft_prefix_len=1)
@@ -222,17 +219,6 @@ def test_forced_logits_are_those_of_drafting(head: HeadConfig):
     logits, base = draft_logits(factors, factors.hidden, factors.extra)
     np.testing.assert_allclose(logits.reshape(drafts.logits.shape), drafts.logits, atol=1e-5)
     assert np.max(np.abs(base)) < 0.5 < np.max(np.abs(factors.hidden @ factors.rows.T))
-
-
-def test_a_new_drafter_for_a_target_with_softcap(tmp_path):
-    target = make_pair(BLOCK, family="gemma4_text").target
-    shape = {"num_layers": 1, "block_size": BLOCK, "mask_token_id": 15, "target_layer_ids": (1, 3)}
-    config = new_drafter_config(target, **shape)
-    assert config.layer == dataclasses.replace(layer_config(qk_norm=True), rms_norm_eps=1e-5)
-    with pytest.raises(ReanchorError, match="the target is gemma4_text, whose layers are not a drafter.s"):
-        new_drafter(target, config, "layers", 0)
-    save_drafter(new_drafter(target, config, "random", 0), tmp_path, dtype=jnp.float32)
-    assert load_drafter(tmp_path).config == config
 
 
 def test_gradient_leaves_no_parameter_out(pair: Pair):
