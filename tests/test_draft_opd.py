@@ -338,6 +338,7 @@ def test_command_line_raises_tau_on_its_prompts(tmp_path: Path, monkeypatch: pyt
         ("--recipe draft-opd --init x --train-vocab 9", "--train-vocab does not go with --recipe draft-opd"),
         ("--recipe draft-opd --init x --layers 2", "--layers is of a new drafter"),
         ("--recipe draft-opd --init x --max-len 64 --max-new-tokens 64", "--max-new-tokens is 64; expected fewer"),
+        ("--recipe draft-opd --init x --temperature 1e40", "temperature is 1e+40; expected 0 or a number from"),
         ("--recipe draft-opd --init x --text y", "--text belongs to --recipe tiny-pair"),
         ("--init x --passes 2", "--passes belongs to --recipe draft-opd"),
     ],
