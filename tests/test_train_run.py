@@ -347,7 +347,10 @@ def test_tiny_pair_recipe_runs_and_resumes(tmp_path: Path, monkeypatch):
     assert main(flags) == 0
     results = json.loads((tmp_path / "tau.json").read_text())["results"]
     assert [result["method"] for result in results][:2] == ["dflash", "reanchor earliest baseline"]
+    drafter = (tmp_path / "drafter" / "model.safetensors").read_bytes()
+    monkeypatch.setattr("reanchor_jax.training.tiny_pair._measure", lambda *_, **__: None)  # it compiles five methods
     assert main(flags) == 0
+    assert (tmp_path / "drafter" / "model.safetensors").read_bytes() == drafter
     assert 3 <= len((tmp_path / "prompts.jsonl").read_text().splitlines()) <= 6
 
 
