@@ -34,6 +34,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.child:
         return _child(options.child)
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="convert-memory-", dir=options.folder) as folder:
         return _run(Path(folder), options.gigabytes, options.seed)
 
