@@ -61,9 +61,7 @@ def init_target_cache(
 
     def empty(layer: LayerConfig) -> KVCache:
         size = num_slots if layer.sliding_window is None else min(num_slots, layer.sliding_window + most_rows)
-        return init_cache(
-            layer, config.num_layers // len(config.pattern), size, dtype, ring=layer.sliding_window is not None
-        )
+        return init_cache(layer, config.num_layers // len(config.pattern), size, dtype, ring=size < num_slots)
 
     return tuple(empty(layer) for layer in config.pattern)
 
@@ -75,7 +73,7 @@ def slot_positions(cache: KVCache, length: jax.Array) -> jax.Array:
     position, 8, is in slot 1, so slots 0 .. 6 hold 7 8 2 3 4 5 6.
     """
     slots = jnp.arange(cache.num_slots)
-    if not cache.ring or not cache.num_slots:
+    if not cache.ring:
         return slots
     return length - 1 - (length - 1 - slots) % cache.num_slots
 
@@ -84,7 +82,8 @@ def write_rows(cache: KVCache, k: jax.Array, v: jax.Array, start: jax.Array) -> 
     """Writes rows k, v [L, K, T, H] of positions start .. start+T-1.
 
     `dynamic_update_slice` would clamp `start` at the buffer's end and overwrite committed rows:
-    the caller allocates slack for one whole round (see `prefill.num_slots`).
+    the caller allocates slack for one whole round (see `prefill.num_slots`). A ring has more than T
+    slots (see `init_target_cache`).
     """
     k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
     if cache.ring:

@@ -80,4 +80,5 @@ def check_divides(network: Target | Drafter, num_devices: int) -> None:
             sizes.append(("num_kv_heads", layer.num_kv_heads))
     for name, size in sizes:
         if size % num_devices:
-            raise ReanchorError(f"{name} is {size}; expected a multiple of the {num_devices} devices to shard over")
+            expected = "a divisor or a multiple" if name == "num_kv_heads" else "a multiple"
+            raise ReanchorError(f"{name} is {size}; expected {expected} of the {num_devices} devices to shard over")

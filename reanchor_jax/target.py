@@ -84,10 +84,9 @@ class Target(nnx.Module):
             layer's entry is taken after the final norm, as Hugging Face's hidden states are.
         """
         config = self.config
-        ropes = [make_rope(layer.rope, layer.head_dim, positions) for layer in config.pattern]
-        masks = [
-            _masks(layer, positions, kv, cache_len, self_mask) for layer, kv in zip(config.pattern, cache, strict=True)
-        ]
+        kinds = dict(zip(config.pattern, cache, strict=True))  # equal layers have caches of one shape
+        ropes = {layer: make_rope(layer.rope, layer.head_dim, positions) for layer in kinds}
+        masks = {layer: _masks(layer, positions, kv, cache_len, self_mask) for layer, kv in kinds.items()}
         # Layer n writes its output to slot tap_slots[n]; len(tap_ids) is out of range and dropped.
         # tap_ids (1, 4) of 6 layers in a pattern of 3: tap_slots = [[2, 0, 2], [2, 1, 2]].
         slots = [tap_ids.index(n) if n in tap_ids else len(tap_ids) for n in range(config.num_layers)]
@@ -98,8 +97,8 @@ class Target(nnx.Module):
             layers, cache, slots = layers_and_cache
             kv = []
             for n, layer in enumerate(layers):
-                cache_mask, own_mask = masks[n]
-                x, k, v = layer(x, ropes[n], [Segment(cache[n].k, cache[n].v, cache_mask)], own_mask)
+                cache_mask, own_mask = masks[layer.config]
+                x, k, v = layer(x, ropes[layer.config], [Segment(cache[n].k, cache[n].v, cache_mask)], own_mask)
                 kv.append(KVCache(k, v))
                 if tap_ids:
                     taps = taps.at[slots[n]].set(x, mode="drop")

@@ -11,6 +11,9 @@ from typing import Any
 from reanchor_jax.errors import ReanchorError
 
 _MAX_BYTES = 1 << 26
+MAX_VOCAB, MAX_WIDTH, MAX_LAYERS = 1 << 22, 1 << 17, 1 << 10
+MAX_MLP_WIDTH, MAX_HEAD_DIM = 1 << 20, 1 << 14
+"""Bounds far above any model, so that a damaged number is named before anything is allocated."""
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from reanchor_jax.checkpoint.fields import Fields
+from reanchor_jax.checkpoint.fields import MAX_HEAD_DIM, MAX_MLP_WIDTH, MAX_WIDTH, Fields
 from reanchor_jax.checkpoint.rope_config import MAX_POSITIONS, read_rope_section, rope_fields
 from reanchor_jax.config import LayerConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 LayerType = Literal["full_attention", "sliding_attention"]
-MAX_WIDTH, MAX_HEAD_DIM, MAX_MLP_WIDTH = 1 << 17, 1 << 14, 1 << 20
 
 MULTIMODAL_FIELDS = (
     "vision_config", "audio_config", "image_token_id", "audio_token_id", "video_token_id", "boi_token_id",

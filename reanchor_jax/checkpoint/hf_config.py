@@ -10,14 +10,18 @@ import dataclasses
 from pathlib import Path
 
 from reanchor_jax.checkpoint import gemma_config
-from reanchor_jax.checkpoint.fields import Fields, read_json
+from reanchor_jax.checkpoint.fields import (
+    MAX_HEAD_DIM,
+    MAX_LAYERS,
+    MAX_MLP_WIDTH,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    Fields,
+    read_json,
+)
 from reanchor_jax.checkpoint.rope_config import MAX_POSITIONS, read_rope
 from reanchor_jax.config import LayerConfig, TargetConfig
 from reanchor_jax.errors import ReanchorError
-
-MAX_VOCAB, MAX_WIDTH, MAX_LAYERS = 1 << 22, 1 << 17, 1 << 10
-MAX_MLP_WIDTH, MAX_HEAD_DIM = 1 << 20, 1 << 14
-"""Bounds far above any model, so that a damaged number is named before anything is allocated."""
 
 # fmt: off
 INERT = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import hashlib
 import json
 import zlib
 from collections import Counter
@@ -34,6 +35,12 @@ class Text:
     def length(self) -> int:
         """Tokens of both."""
         return len(self.prompt_ids) + len(self.answer_ids)
+
+
+def digest(texts: Sequence[Text]) -> str:
+    """Fingerprint of texts, for a run's settings."""
+    data = json.dumps([[text.prompt_ids, text.answer_ids] for text in texts])
+    return hashlib.sha256(data.encode()).hexdigest()[:16]
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -7,8 +7,6 @@ trains on the blocks that it drafted there. What decoding does stays as it is.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,11 +19,11 @@ from reanchor_jax.pair import Pair
 from reanchor_jax.target import Target
 from reanchor_jax.training.blocks import Batch
 from reanchor_jax.training.checkpoints import check_settings
-from reanchor_jax.training.data import Text, batch_index, make_batches
+from reanchor_jax.training.data import Text, batch_index, digest, make_batches
 from reanchor_jax.training.features import FeatureSource
 from reanchor_jax.training.replay import replay_states, replay_step, sample_blocks
 from reanchor_jax.training.rollout import Rollout, load_rollout, roll_out, rollout_config, save_rollout
-from reanchor_jax.training.run import Run, TrainConfig, check_start
+from reanchor_jax.training.run import Run, TrainConfig, check_anchors, check_start
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,13 +96,12 @@ def draft_opd(
     if start.config.has_confidence:
         raise ReanchorError("the drafter has a confidence, which draft-opd does not train; expected one without")
     held_out_batches = make_batches(held_out, config.num_rows, 0)
-    smallest = min(batch.tokens.shape[1] for batch in held_out_batches)
-    if not 1 <= config.num_anchors <= smallest:
-        raise ReanchorError(f"--anchors is {config.num_anchors}; expected 1 to {smallest}, the shortest padded text")
+    check_anchors(config.num_anchors, held_out_batches)
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {"recipe": "draft-opd", "drafter": dataclasses.asdict(start.config), "prompts": _digest(prompts)}
+    texts = [Text(prompt, ()) for prompt in prompts]
+    settings = {"recipe": "draft-opd", "drafter": dataclasses.asdict(start.config), "prompts": digest(texts)}
     check_settings(folder / "train.json", {**config.result_settings(), **settings})
-    batches = make_batches([Text(prompt, ()) for prompt in prompts], config.num_rows, config.seed)
+    batches = make_batches(texts, config.num_rows, config.seed)
     echo(f"{len(prompts)} prompts in {len(batches)} batches, {len(held_out)} texts held out")
     memo = int(config.memo_gb * 1e9)
     features = FeatureSource(target, start.config.target_layer_ids, config.feature_dtype, memo)
@@ -162,8 +159,3 @@ class _Run(Run):
         tau = float(np.mean(accepted + 1)) if len(accepted) else 0.0
         self.log({"step": number + 1, "rollout": {"phase": self.phase, "blocks": len(accepted), "tau": tau}})
         self.echo(f"step {number}: phase {self.phase} of rollouts, {len(accepted)} blocks, tau {tau:.3f}")
-
-
-def _digest(prompts: Sequence[tuple[int, ...]]) -> str:
-    """Fingerprint of the prompts."""
-    return hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()[:16]

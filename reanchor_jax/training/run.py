@@ -87,6 +87,13 @@ def check_start(target: Target, start: Drafter, freeze_backbone: bool) -> None:
         raise ReanchorError("--freeze-backbone leaves nothing to train: the head has no weights; expected none here")
 
 
+def check_anchors(num_anchors: int, batches: Sequence[Batch]) -> None:
+    """Raises ReanchorError where a text cannot have so many anchors."""
+    smallest = min(batch.tokens.shape[1] for batch in batches)
+    if not 1 <= num_anchors <= smallest:
+        raise ReanchorError(f"--anchors is {num_anchors}; expected 1 to {smallest}, the shortest padded text")
+
+
 class Run(abc.ABC):
     """A run in its folder; what a step does is a subclass's.
 

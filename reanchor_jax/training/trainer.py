@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 
 from reanchor_jax.drafter import Drafter
-from reanchor_jax.errors import ReanchorError
 from reanchor_jax.target import Target
 from reanchor_jax.training.blocks import Batch
 from reanchor_jax.training.checkpoints import check_settings
-from reanchor_jax.training.data import Text, batch_index, frequent_tokens, make_batches
+from reanchor_jax.training.data import Text, batch_index, digest, frequent_tokens, make_batches
 from reanchor_jax.training.features import FeatureSource
 from reanchor_jax.training.loss import Vocab, make_vocab
-from reanchor_jax.training.run import Run, TrainConfig, check_start
+from reanchor_jax.training.run import Run, TrainConfig, check_anchors, check_start
 from reanchor_jax.training.step import train_step
 
 
@@ -62,13 +59,11 @@ def train(
     config.optimizer.validate()
     check_start(target, start, config.freeze_backbone)
     batches = make_batches(texts, config.num_rows, config.seed)
-    smallest = min(batch.tokens.shape[1] for batch in [*batches, *make_batches(held_out, config.num_rows, 0)])
-    if not 1 <= config.num_anchors <= smallest:
-        raise ReanchorError(f"--anchors is {config.num_anchors}; expected 1 to {smallest}, the shortest padded text")
+    check_anchors(config.num_anchors, [*batches, *make_batches(held_out, config.num_rows, 0)])
     folder.mkdir(parents=True, exist_ok=True)
     check_settings(
         folder / "train.json",
-        {**config.result_settings(), "drafter": dataclasses.asdict(start.config), "texts": _digest(texts)},
+        {**config.result_settings(), "drafter": dataclasses.asdict(start.config), "texts": digest(texts)},
     )
     echo(f"{len(texts)} texts in {len(batches)} batches, {len(held_out)} texts held out")
     memo = int(config.memo_gb * 1e9)
@@ -91,9 +86,3 @@ class _Run(Run):
         inputs = (self.state, self.target, self.vocab, batch, self.features(index, batch), key)
         self.state, loss = train_step(*inputs, **self.settings, num_anchors=config.num_anchors, gamma=config.gamma)
         return {"loss": loss}
-
-
-def _digest(texts: Sequence[Text]) -> str:
-    """Fingerprint of the training texts."""
-    data = json.dumps([[text.prompt_ids, text.answer_ids] for text in texts])
-    return hashlib.sha256(data.encode()).hexdigest()[:16]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -21,11 +20,7 @@ from transformers import (
     Gemma4UnifiedTextConfig,
 )
 
-from reanchor_jax.checkpoint import load_target
-from reanchor_jax.config import DecodeConfig
-from reanchor_jax.loop import generate
-from reanchor_jax.pair import Pair
-from tests.parity.test_targets import TOLERANCE, live_outputs, our_outputs
+from tests.parity.test_targets import TOLERANCE, assert_greedy_parity, live_outputs, our_outputs
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 VOCAB = 128
@@ -176,21 +171,4 @@ def test_text_of_a_model_that_sees(tmp_path):
 
 def test_greedy_decoding(tmp_path):
     """`generate` of transformers and ours, token for token; 100 tokens, window 8."""
-    model = live_model({}, seed=3)
-    model.save_pretrained(tmp_path)
-    ids = np.random.default_rng(1).integers(0, VOCAB, 21)
-    with torch.no_grad():
-        out = model.generate(
-            torch.from_numpy(ids[None]).long(), do_sample=False, max_new_tokens=100, output_logits=True,
-            return_dict_in_generate=True,
-        )  # fmt: skip
-    margins = np.diff(torch.stack(out.logits)[:, 0].topk(2).values.numpy(), axis=-1)
-    assert np.abs(margins).min() > TOLERANCE, "a near-tie; take another seed"
-    padded = jnp.zeros(32, jnp.int32).at[:21].set(jnp.asarray(ids, jnp.int32))
-    decode = jax.jit(
-        lambda pair: generate(
-            pair, padded, jnp.int32(21), key=jax.random.key(0), config=DecodeConfig(method="ar"), max_new_tokens=100
-        )
-    )
-    result = decode(Pair(load_target(tmp_path), None))
-    np.testing.assert_array_equal(result.tokens[:100], out.sequences[0, 21:].numpy())
+    assert_greedy_parity(tmp_path, live_model({}, seed=3))

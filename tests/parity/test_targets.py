@@ -218,8 +218,11 @@ def test_rope_frequencies_and_attention_factor(tmp_path, scaling, head_dim):
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_greedy_decoding(tmp_path, model_type):
     """`generate` of transformers and ours, token for token; 100 tokens behind a padded prompt."""
-    model = live_model(model_type, {"num_hidden_layers": 2}, seed=3)
-    model.save_pretrained(tmp_path)
+    assert_greedy_parity(tmp_path, live_model(model_type, {"num_hidden_layers": 2}, seed=3))
+
+
+def assert_greedy_parity(folder: Path, model: Any) -> None:
+    model.save_pretrained(folder)
     ids = np.random.default_rng(1).integers(0, BASE["vocab_size"], 21)
     with torch.no_grad():
         out = model.generate(
@@ -231,6 +234,6 @@ def test_greedy_decoding(tmp_path, model_type):
     padded = jnp.zeros(32, jnp.int32).at[:21].set(jnp.asarray(ids, jnp.int32))
     result = jax.jit(lambda pair: generate(pair, padded, jnp.int32(21), key=jax.random.key(0),
                                            config=DecodeConfig(method="ar"), max_new_tokens=100))(
-        Pair(load_target(tmp_path), None)
+        Pair(load_target(folder), None)
     )  # fmt: skip
     np.testing.assert_array_equal(result.tokens[:100], out.sequences[0, 21:].numpy())
