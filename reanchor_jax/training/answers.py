@@ -1,4 +1,4 @@
-"""The target's own greedy answers to prompts, generated in batches; a stopped run goes on."""
+"""The target's own answers to prompts, generated in batches; a stopped run goes on."""
 
 from __future__ import annotations
 
@@ -66,18 +66,21 @@ def generate_answers(
     *,
     max_new_tokens: int,
     num_rows: int,
+    temperature: float = 0.0,
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> None:
     """Appends an answer to `path` for every prompt that has none there yet.
 
     Each line holds `index` (of the prompt), `source`, `prompt_ids` and `answer_ids`. Half a line
-    at the end, from a run that was killed, is cut off first.
+    at the end, from a run that was killed, is cut off first. Above temperature 0 the noise of a
+    prompt is keyed by its index, so that batches do not matter.
 
     Raises:
       ReanchorError: `path` holds answers to other prompts.
     """
     done = _answered(path, prompts)
-    run = jax.jit(_answer_batch, static_argnames="max_new_tokens")
+    config = DecodeConfig(method="ar", temperature=temperature)
+    run = jax.jit(partial(_answer_batch, config=config, max_new_tokens=max_new_tokens))
     # Prompts of one padded length share a batch and a compiled program.
     todo = sorted((i for i in range(len(prompts)) if i not in done), key=lambda i: (_padded(prompts[i]), i))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +94,8 @@ def generate_answers(
                 ids[row, : len(prompts[i].ids)], lens[row] = prompts[i].ids, len(prompts[i].ids)
             # Missing rows have a limit of one token, which prefill already gives.
             limits = np.where(np.arange(num_rows) < len(batch), max_new_tokens, 1).astype(np.int32)
-            tokens, counts = jax.device_get(run(target, ids, lens, limits, max_new_tokens=max_new_tokens))
+            keys = jax.vmap(jax.random.key)(np.resize(np.array(batch, np.int32), num_rows))
+            tokens, counts = jax.device_get(run(target, ids, lens, limits, keys))
             for row, i in enumerate(batch):
                 answer = {
                     "index": i,
@@ -106,17 +110,18 @@ def generate_answers(
 
 
 def _answer_batch(
-    target: Target, ids: jax.Array, lens: jax.Array, limits: jax.Array, *, max_new_tokens: int
+    target: Target,
+    ids: jax.Array,
+    lens: jax.Array,
+    limits: jax.Array,
+    keys: jax.Array,
+    *,
+    config: DecodeConfig,
+    max_new_tokens: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Greedy tokens [R, max_new_tokens] and how many of them are real [R]."""
-    run = partial(
-        generate,
-        Pair(target, None),
-        key=jax.random.key(0),
-        config=DecodeConfig(method="ar"),
-        max_new_tokens=max_new_tokens,
-    )
-    result = jax.vmap(lambda ids, length, limit: run(ids, length, limit=limit))(ids, lens, limits)
+    """Tokens [R, max_new_tokens] and how many of them are real [R]."""
+    run = partial(generate, Pair(target, None), config=config, max_new_tokens=max_new_tokens)
+    result = jax.vmap(lambda ids, length, limit, key: run(ids, length, limit=limit, key=key))(ids, lens, limits, keys)
     return result.tokens, jnp.asarray(result.num_tokens)
 
 
