@@ -32,7 +32,7 @@ _TRAINING = (
 """Flags that are fields of `TrainConfig` as they are."""
 
 _DEFAULTS = {
-    **{"steps": 2000, "rows": 4, "anchors": 32, "learning_rate": 5e-4, "gamma": 4.0, "seed": 0},
+    **{"steps": 2000, "rows": 4, "anchors": 32, "learning_rate": 5e-4, "gamma": 4.0, "seed": 0, "accumulate": 1},
     **{"layers": 3, "block_size": 16, "start": "layers"},
 }
 """Of a run for any target; the recipe tiny-pair, which shares these flags, has its own in `TinyPairConfig`."""
@@ -100,11 +100,12 @@ def parse(argv: Sequence[str] | None) -> Options | tuple[TinyPairConfig, Path]:
         raise ReanchorError("expected either --prompts FILE.jsonl or --answers FILE.jsonl; give one of them")
     flags["head"] = _head(flags)
     flags |= {name: value for name, value in _DEFAULTS.items() if flags[name] is None}
-    steps, warmup = flags.pop("steps"), flags.pop("warmup")
+    steps, warmup, accumulate = (flags.pop(name) for name in ("steps", "warmup", "accumulate"))
     optimizer = OptimizerConfig(
         steps=steps,
         learning_rate=flags.pop("learning_rate"),
-        warmup=min(100, steps // 10) if warmup is None else warmup,
+        warmup=min(100, steps // 10, max(steps - accumulate, 0)) if warmup is None else warmup,
+        accumulate=accumulate,
         weight_decay=flags.pop("weight_decay"),
     )
     optimizer.validate()
@@ -172,7 +173,7 @@ def _recipe(flags: dict[str, Any]) -> tuple[TinyPairConfig, Path]:
         "block_size": "block_size", "target_layer_ids": "target_layer_ids", "learning_rate": "learning_rate",
         "start": "start",
     }  # fmt: skip
-    other = ("mask_token_id", "train_vocab", "warmup", "held_out_answers", "head", "rank", "gru", "markov")
+    other = ("mask_token_id", "train_vocab", "warmup", "accumulate", "held_out_answers", "head", "rank", "gru", "markov")
     for name in ("prompts", "answers", "init", *other, "freeze_backbone"):
         if flags[name] is not None and flags[name] is not False:
             raise ReanchorError(f"--{name.replace('_', '-')} does not go with --recipe tiny-pair; leave it out")
@@ -231,6 +232,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=whole(1), metavar="N", help=f"(default {d['steps']})")
     add("--rows", type=whole(1), metavar="R", help=f"texts of a step (default {d['rows']})")
     add("--anchors", type=whole(1), metavar="K", help=f"blocks of a text and step (default {d['anchors']})")
+    accumulate_help = "steps whose mean gradient makes one update of the drafter (default 1)"
+    add("--accumulate", type=whole(1), metavar="N", help=accumulate_help)
     add("--learning-rate", type=number, metavar="LR", help=f"at its peak (default {d['learning_rate']:g})")
     add("--warmup", type=whole(0), metavar="N", help="steps of growth (default: a tenth, at most 100)")
     add("--weight-decay", type=number, default=0.01, metavar="W", help="of matrices (default %(default)s)")
