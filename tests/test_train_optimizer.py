@@ -1,0 +1,116 @@
+"""Gradient accumulation; parameters and moments in float32 under a bfloat16 forward and backward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reanchor_jax.errors import ReanchorError
+from reanchor_jax.pair import Pair
+from reanchor_jax.training.data import Text
+from reanchor_jax.training.optimizer import OptimizerConfig, make_optimizer, update
+from reanchor_jax.training.trainer import TrainConfig, train
+from tests.tiny import make_pair
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+def plain_loss(params, batch):
+    """Mean squared error of rows, so that the mean of several batches' gradients is that of the joined batch."""
+    inputs, labels = batch
+    outputs = jnp.tanh(inputs @ params["weight"]) @ params["out"] * params["norm"][None]
+    return jnp.mean((outputs - labels) ** 2)
+
+
+def updated(batches, **settings) -> list[dict]:
+    """Parameters after every step on a plain loss."""
+    rng = np.random.default_rng(0)
+    shapes = {"weight": (6, 5), "out": (5, 3), "norm": (3,)}
+    params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    optimizer = make_optimizer(
+        OptimizerConfig(steps=len(batches), learning_rate=0.02, weight_decay=0.1, **settings),
+        jax.tree.map(lambda _: True, params),
+    )
+
+    @jax.jit
+    def step(params, state, batch):
+        return update(optimizer, jax.grad(plain_loss)(params, batch), state, params)
+
+    state, seen = optimizer.init(params), []
+    for batch in batches:
+        params, state = step(params, state, batch)
+        seen.append(jax.device_get(params))
+    return seen
+
+
+def test_steps_of_an_update_equal_one_step_on_their_joined_batch():
+    """Schedule and clipping included: within 1e-6 of weights around 1, whose updates are up to 2e-2."""
+    rng = np.random.default_rng(1)
+    joined = [(rng.normal(size=(12, 6)), rng.normal(size=(12, 3))) for _ in range(5)]
+    joined = [tuple(jnp.asarray(x, jnp.float32) for x in batch) for batch in joined]
+    split = [tuple(x[4 * i : 4 * i + 4] for x in batch) for batch in joined for i in range(3)]
+    want, got = updated(joined, warmup=2), updated(split, warmup=6, accumulate=3)
+    for name in want[0]:
+        for k, wanted in enumerate(want):
+            np.testing.assert_allclose(got[3 * k + 2][name], wanted[name], rtol=0, atol=1e-6)
+            for between in got[3 * k + 3 : 3 * k + 5]:  # between two updates nothing moves at all
+                np.testing.assert_array_equal(between[name], got[3 * k + 2][name])
+    assert all(np.max(np.abs(want[-1][name] - want[0][name])) > 1e-2 for name in want[0])
+    # Negative control: a schedule that counts steps, or the sum in place of the mean, is far outside.
+    other = updated(split, warmup=2, accumulate=3)
+    assert np.max(np.abs(other[-1]["weight"] - want[-1]["weight"])) > 1e-3
+
+
+def texts(count: int) -> list[Text]:
+    rng = np.random.default_rng(5)
+    return [Text(tuple(rng.integers(0, 15, 5).tolist()), tuple(rng.integers(0, 15, 30).tolist())) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return make_pair(6)
+
+
+def run(pair: Pair, folder: Path, on_step=lambda step, loss: None):
+    config = TrainConfig(
+        optimizer=OptimizerConfig(steps=6, learning_rate=3e-3, warmup=0, accumulate=3),
+        num_rows=2, num_anchors=4, log_every=1, eval_every=10**6, checkpoint_every=2, tau_prompts=0,
+    )  # fmt: skip
+    rows = texts(9)
+    return train(pair.target, pair.drafter, rows[2:], rows[:2], config, folder, echo=lambda _: None, on_step=on_step)
+
+
+def test_resume_between_two_updates_is_bit_for_bit(pair: Pair, tmp_path: Path):
+    whole = run(pair, tmp_path / "whole")
+
+    class Killed(BaseException):
+        pass
+
+    def kill(step: int, _: float) -> None:
+        if step == 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(pair, tmp_path / "killed", on_step=kill)
+    seen = []
+    resumed = run(pair, tmp_path / "killed", on_step=lambda step, _: seen.append(step))
+    assert seen == [5, 6]  # from the checkpoint of step 4, one step into the second update
+    for got, want in zip(jax.tree.leaves(resumed), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"accumulate": 0}, "--accumulate is 0; expected at least 1"),
+        ({"accumulate": 4}, "--steps is 6; expected a multiple of --accumulate, 4"),
+        ({"accumulate": 3, "warmup": 4}, "--warmup is 4; expected 0 to 3"),
+    ],
+)
+def test_settings_out_of_range(changes: dict, message: str):
+    with pytest.raises(ReanchorError, match=message):
+        OptimizerConfig(**{"steps": 6, "learning_rate": 1e-3, "warmup": 0, **changes}).validate()
