@@ -173,8 +173,8 @@ def _recipe(flags: dict[str, Any]) -> tuple[TinyPairConfig, Path]:
         "block_size": "block_size", "target_layer_ids": "target_layer_ids", "learning_rate": "learning_rate",
         "start": "start",
     }  # fmt: skip
-    other = ("mask_token_id", "train_vocab", "warmup", "accumulate", "held_out_answers", "head", "rank", "gru", "markov")
-    for name in ("prompts", "answers", "init", *other, "freeze_backbone"):
+    other = ("mask_token_id", "train_vocab", "warmup", "held_out_answers", "head", "rank", "gru", "markov")
+    for name in ("prompts", "answers", "init", "accumulate", *other, "freeze_backbone"):
         if flags[name] is not None and flags[name] is not False:
             raise ReanchorError(f"--{name.replace('_', '-')} does not go with --recipe tiny-pair; leave it out")
     given = {field: flags[name] for name, field in names.items() if flags[name] is not None}
