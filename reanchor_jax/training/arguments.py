@@ -33,6 +33,7 @@ _TRAINING = (
 
 _DEFAULTS = {
     **{"steps": 2000, "rows": 4, "anchors": 32, "learning_rate": 5e-4, "gamma": 4.0, "seed": 0, "accumulate": 1},
+    "compute_dtype": "float32",
     **{"layers": 3, "block_size": 16, "start": "layers"},
 }
 """Of a run for any target; the recipe tiny-pair, which shares these flags, has its own in `TinyPairConfig`."""
@@ -67,6 +68,8 @@ class Options:
     block_size: int
     mask_token_id: int | None
     target_layer_ids: tuple[int, ...] | None
+    compute_dtype: str
+    """Of the target, and of the drafter's forward and backward."""
     head: HeadConfig | None
     """Of a fresh head on the backbone of `init`; None: its own."""
     config: TrainConfig
@@ -174,7 +177,7 @@ def _recipe(flags: dict[str, Any]) -> tuple[TinyPairConfig, Path]:
         "start": "start",
     }  # fmt: skip
     other = ("mask_token_id", "train_vocab", "warmup", "held_out_answers", "head", "rank", "gru", "markov")
-    for name in ("prompts", "answers", "init", "accumulate", *other, "freeze_backbone"):
+    for name in ("prompts", "answers", "init", "accumulate", "compute_dtype", *other, "freeze_backbone"):
         if flags[name] is not None and flags[name] is not False:
             raise ReanchorError(f"--{name.replace('_', '-')} does not go with --recipe tiny-pair; leave it out")
     given = {field: flags[name] for name, field in names.items() if flags[name] is not None}
@@ -239,6 +242,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--weight-decay", type=number, default=0.01, metavar="W", help="of matrices (default %(default)s)")
     gamma_help = f"draft k has weight exp(-(k - 1) / G) (default {d['gamma']:g}); draft-opd: G^(k - 1) if discarded"
     add("--gamma", type=_above_0, metavar="G", help=gamma_help)
+    dtype_help = "of the target, and of the drafter's forward and backward (default float32): weights stay float32"
+    add("--compute-dtype", choices=("float32", "bfloat16"), help=dtype_help)
     add("--train-vocab", type=whole(2), metavar="V", help="score the V most frequent answer tokens only")
     add("--seed", type=whole(0, 2**31 - 1), metavar="N", help=f"(default {d['seed']})")
     add("--feature-dtype", choices=("float32", "bfloat16"), default="float32", help="of remembered target features")

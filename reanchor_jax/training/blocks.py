@@ -80,7 +80,7 @@ def block_hidden(
       positions: [K] int32 anchors.
     """
     config = drafter.config
-    context = drafter.context(features, jnp.arange(tokens.shape[0]))
+    context = drafter.context(features.astype(drafter.fc[...].dtype), jnp.arange(tokens.shape[0]))
     no_suffix = init_cache(config.layer, config.num_layers, 0, context.k.dtype)
     masks = jnp.full((positions.shape[0], config.num_slots - 1), config.mask_token_id, jnp.int32)
     x = drafter.head.embed(target, jnp.concatenate([tokens[positions][:, None], masks], axis=1))  # [K, T, D]

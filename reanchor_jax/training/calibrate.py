@@ -21,6 +21,7 @@ from reanchor_jax.drafter import Drafter
 from reanchor_jax.target import Target
 from reanchor_jax.training.blocks import Batch, random_blocks
 from reanchor_jax.training.loss import Vocab, make_factors, nothing_wrong_before, score
+from reanchor_jax.training.trainable import computing
 
 CANDIDATES = np.geomspace(0.1, 10.0, 201)
 """Temperatures that are tried."""
@@ -42,6 +43,7 @@ def outcomes(
     *, num_anchors: int,
 ) -> Outcomes:  # fmt: skip
     """Outcomes of random blocks; arguments as in `block_loss`, `vocab` being the whole one."""
+    drafter = computing(drafter, target.dtype)
     forced, labels, valid = random_blocks(target, drafter, batch, features.astype(jnp.float32), key, num_anchors)
     assert forced.confidence is not None
     right = score(make_factors(forced, vocab), labels.reshape(-1)).right.reshape(labels.shape) & valid

@@ -15,7 +15,6 @@ import numpy as np
 
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
-from reanchor_jax.pair import Pair
 from reanchor_jax.target import Target
 from reanchor_jax.training.blocks import Batch
 from reanchor_jax.training.checkpoints import check_settings
@@ -99,7 +98,7 @@ def draft_opd(
     check_anchors(config.num_anchors, held_out_batches)
     folder.mkdir(parents=True, exist_ok=True)
     texts = [Text(prompt, ()) for prompt in prompts]
-    settings = {"recipe": "draft-opd", "drafter": dataclasses.asdict(start.config), "prompts": digest(texts)}
+    settings = {"recipe": "draft-opd", "drafter": dataclasses.asdict(start.config), "prompts": digest(texts), "compute_dtype": str(target.dtype)}
     check_settings(folder / "train.json", {**config.result_settings(), **settings})
     batches = make_batches(texts, config.num_rows, config.seed)
     echo(f"{len(prompts)} prompts in {len(batches)} batches, {len(held_out)} texts held out")
@@ -142,7 +141,7 @@ class _Run(Run):
         The drafter at the start of a phase is a function of the settings, so files of a run that was
         killed here go on being right.
         """
-        config, pair, rollouts = self.config, Pair(self.target, self.drafter()), []
+        config, pair, rollouts = self.config, self.pair(), []
         key = jax.random.fold_in(self.key, phase)
         for place in range(size):
             path = self.folder / "rollouts" / f"{phase:05}" / f"{place:05}.npz"

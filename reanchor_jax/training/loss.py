@@ -12,7 +12,7 @@ from reanchor_jax.drafter import Drafter
 from reanchor_jax.heads import Forced
 from reanchor_jax.target import Target, softcap
 from reanchor_jax.training.blocks import Batch, random_blocks
-from reanchor_jax.training.trainable import freeze
+from reanchor_jax.training.trainable import computing, freeze
 
 CHUNK_ROWS = 512
 """Drafts whose logits exist at the same time: 512 x 49,152 float32 are 100 MB."""
@@ -210,7 +210,7 @@ def block_loss(
       gamma: decay of the weights (static).
       freeze_backbone: train the head alone (static).
     """
-    drafter = freeze(drafter, freeze_backbone)
+    drafter = freeze(computing(drafter, target.dtype), freeze_backbone)
     forced, labels, valid = random_blocks(target, drafter, batch, features, key, num_anchors)
     labels = vocab.index[labels]  # [R*K, B-1]
     scored = valid & (labels >= 0)

@@ -44,7 +44,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _train(options: Options) -> None:
     source = target_source(options.target)
-    target = load_target(source, dtype=jnp.float32, revision=options.revision)
+    target = load_target(source, dtype=jnp.dtype(options.compute_dtype), revision=options.revision)
     if options.init is not None:
         drafter = load_drafter(drafter_source(options.init), dtype=jnp.float32)
         check_pair(target, drafter)

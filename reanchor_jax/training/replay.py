@@ -23,7 +23,7 @@ from reanchor_jax.training.loss import Factors, draft_logits, in_chunks, make_fa
 from reanchor_jax.training.optimizer import OptimizerConfig, make_optimizer, update
 from reanchor_jax.training.rollout import Rollout
 from reanchor_jax.training.step import TrainState
-from reanchor_jax.training.trainable import freeze, is_trained
+from reanchor_jax.training.trainable import computing, freeze, is_trained
 
 
 class Replay(NamedTuple):
@@ -148,7 +148,7 @@ def replay_loss(
       gamma: decay of the weights, above 0 and at most 1 (static).
       freeze_backbone: train the head alone (static).
     """
-    drafter = freeze(drafter, freeze_backbone)
+    drafter = freeze(computing(drafter, target.dtype), freeze_backbone)
     num_drafts = replay.proposals.shape[-1]
     hidden = jax.vmap(partial(block_hidden, target, drafter))(replay.tokens, states.features, replay.starts)
     anchors = jnp.take_along_axis(replay.tokens, replay.starts, axis=1)
@@ -178,7 +178,7 @@ def replay_loss(
 def replay_states(target: Target, replay: Replay, scale: jax.Array, *, tap_ids: tuple[int, ...]) -> TargetStates:
     """`target_states` of R texts, [R, ...] each; features are divided by the scale [C*D]."""
     states = jax.vmap(partial(target_states, target, tap_ids=tap_ids))(replay.tokens, replay.starts, replay.proposals)
-    return states._replace(features=states.features / scale[None, None])
+    return states._replace(features=states.features.astype(jnp.float32) / scale[None, None])
 
 
 @partial(jax.jit, static_argnames=("optimizer", "gamma", "freeze_backbone"), donate_argnames="state")

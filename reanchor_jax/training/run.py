@@ -32,7 +32,7 @@ from reanchor_jax.training.features import FeatureSource, fold_scale
 from reanchor_jax.training.loss import make_vocab
 from reanchor_jax.training.optimizer import OptimizerConfig
 from reanchor_jax.training.step import TrainState, evaluate_batch, init_optimizer
-from reanchor_jax.training.trainable import is_trained
+from reanchor_jax.training.trainable import computing, is_trained
 
 _REPORTED = (
     *("memo_gb", "log_every", "checkpoint_every", "eval_every", "eval_first"),
@@ -182,6 +182,10 @@ class Run(abc.ABC):
         """The drafter for the target's own features."""
         return fold_scale(self.state.drafter, 1.0 / self.features.scale)
 
+    def pair(self) -> Pair:
+        """Target and drafter as they decode."""
+        return Pair(self.target, computing(self.drafter(), self.target.dtype))
+
     def exported(self) -> Drafter:
         """The same, with its confidence, where it has one, fitted to what happens on the held-out texts.
 
@@ -233,7 +237,7 @@ class Run(abc.ABC):
         result = summary(sums)
         if self.config.tau_prompts:
             prompts = [text.prompt_ids for text in self.held_out[: self.config.tau_prompts]]
-            result["tau"] = self.decode(Pair(self.target, self.drafter()), prompts).tau
+            result["tau"] = self.decode(self.pair(), prompts).tau
         return result
 
     def log(self, record: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from reanchor_jax.training.blocks import Batch
 from reanchor_jax.training.evaluate import HeldOut, held_out_sums
 from reanchor_jax.training.loss import Vocab, block_loss
 from reanchor_jax.training.optimizer import OptimizerConfig, make_optimizer, update
-from reanchor_jax.training.trainable import is_trained
+from reanchor_jax.training.trainable import computing, is_trained
 
 
 class TrainState(NamedTuple):
@@ -61,4 +61,5 @@ def evaluate_batch(
 ) -> HeldOut:  # fmt: skip
     """`held_out_sums`, compiled."""
     features = features.astype(jnp.float32)
+    drafter = computing(drafter, target.dtype)
     return held_out_sums(drafter, target, vocab, batch, features, key, num_anchors=num_anchors, gamma=gamma)

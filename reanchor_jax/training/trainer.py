@@ -61,9 +61,10 @@ def train(
     batches = make_batches(texts, config.num_rows, config.seed)
     check_anchors(config.num_anchors, [*batches, *make_batches(held_out, config.num_rows, 0)])
     folder.mkdir(parents=True, exist_ok=True)
+    dtype = {"compute_dtype": str(target.dtype)}
     check_settings(
         folder / "train.json",
-        {**config.result_settings(), "drafter": dataclasses.asdict(start.config), "texts": digest(texts)},
+        {**config.result_settings(), "drafter": dataclasses.asdict(start.config), "texts": digest(texts), **dtype},
     )
     echo(f"{len(texts)} texts in {len(batches)} batches, {len(held_out)} texts held out")
     memo = int(config.memo_gb * 1e9)
