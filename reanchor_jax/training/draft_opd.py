@@ -98,7 +98,8 @@ def draft_opd(
     check_anchors(config.num_anchors, held_out_batches)
     folder.mkdir(parents=True, exist_ok=True)
     texts = [Text(prompt, ()) for prompt in prompts]
-    settings = {"recipe": "draft-opd", "drafter": dataclasses.asdict(start.config), "prompts": digest(texts), "compute_dtype": str(target.dtype)}
+    settings = {"recipe": "draft-opd", "drafter": dataclasses.asdict(start.config), "prompts": digest(texts)}
+    settings["compute_dtype"] = str(target.dtype)
     check_settings(folder / "train.json", {**config.result_settings(), **settings})
     batches = make_batches(texts, config.num_rows, config.seed)
     echo(f"{len(prompts)} prompts in {len(batches)} batches, {len(held_out)} texts held out")
