@@ -263,7 +263,7 @@ def test_resume_is_bit_for_bit(pair: Pair, tmp_path: Path):
     (rollouts / "00002" / ".00001.npz.partial").write_bytes(b"half")
     before = (rollouts / "00002" / "00000.npz").stat().st_mtime_ns
     seen = []
-    resumed = fit(pair, tmp_path / "killed", on_step=lambda step, _: seen.append(step), memo_gb=0.0)
+    resumed = fit(pair, tmp_path / "killed", on_step=lambda step, _: seen.append(step))
     assert seen == [4, 5, 6, 7]
     assert (rollouts / "00002" / "00000.npz").stat().st_mtime_ns == before
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed), strict=True):

@@ -21,6 +21,7 @@ from reanchor_jax.target import forward_text
 from reanchor_jax.training.blocks import Batch, random_blocks
 from reanchor_jax.training.calibrate import LEAST_DRAFTS, Outcomes, fit_temperatures, with_temperatures
 from reanchor_jax.training.data import Text
+from reanchor_jax.training.features import TextFeatures, TopTokens
 from reanchor_jax.training.loss import block_loss, make_vocab
 from reanchor_jax.training.main import main
 from reanchor_jax.training.optimizer import OptimizerConfig
@@ -136,9 +137,10 @@ def test_loss_of_a_confidence_equals_numpy(pair):
     taps = drafter.config.target_layer_ids
     features = jax.vmap(lambda row: forward_text(pair.target, row, taps).features)(jnp.asarray(batch.tokens))
     key, kept = jax.random.key(3), np.arange(0, 16, 2)
-    loss = block_loss(drafter, pair.target, make_vocab(16, kept), batch, features, key, num_anchors=6, gamma=2.5)
+    text = TextFeatures(features, TopTokens(None, None))
+    loss = block_loss(drafter, pair.target, make_vocab(16, kept), batch, text, key, num_anchors=6, gamma=2.5)
 
-    forced, labels, valid = random_blocks(pair.target, drafter, batch, features, key, 6)
+    forced, labels, valid, _ = random_blocks(pair.target, drafter, batch, features, key, 6)
     logits = np.asarray(forced.hidden @ forced.rows.T + forced.extra @ forced.extra_rows.T, np.float64)[..., kept]
     labels, valid, said = np.asarray(labels), np.asarray(valid), np.asarray(forced.confidence, np.float64)
     token = total = asked = weight = 0.0

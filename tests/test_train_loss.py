@@ -18,16 +18,18 @@ from reanchor_jax.target import forward_text
 from reanchor_jax.training import blocks
 from reanchor_jax.training import loss as loss_module
 from reanchor_jax.training.blocks import Anchors, Batch, block_labels, sample_anchors
-from reanchor_jax.training.features import fold_scale
+from reanchor_jax.training.features import TextFeatures, TopTokens, fold_scale, texts_forward
 from reanchor_jax.training.loss import (
     Factors,
     block_loss,
     cross_entropy,
     draft_logits,
+    hard_labels,
     make_factors,
     make_vocab,
     position_weights,
     score,
+    soft_labels,
 )
 from tests.tiny import make_pair
 
@@ -58,6 +60,13 @@ start = jax.jit(prefill, static_argnames=("config", "max_new_tokens"))
 @jax.jit
 def features_of(pair: Pair, tokens: jax.Array) -> jax.Array:
     return forward_text(pair.target, tokens, pair.drafter.config.target_layer_ids).features
+
+
+def text_of(pair: Pair, batch: Batch, num_top: int = 0) -> TextFeatures:
+    tap_ids = pair.drafter.config.target_layer_ids
+    return TextFeatures(
+        *texts_forward(pair.target, jnp.asarray(batch.tokens), tap_ids=tap_ids, num_top=num_top, dtype="float32")
+    )
 
 
 @pytest.mark.parametrize("anchor", [3, 11, 19])
@@ -109,16 +118,22 @@ def test_anchor_example():
 def test_label_example():
     tokens = jnp.arange(100, 116)
     anchors = Anchors(jnp.array([6, 2]), jnp.array([True, False]))
-    labels, valid = block_labels(tokens, jnp.int32(9), anchors, 4)
-    assert labels[0, :2].tolist() == [107, 108]
+    labels, valid, places = block_labels(tokens, jnp.int32(9), anchors, 4)
+    assert labels[0, :2].tolist() == [107, 108] and places[0, :2].tolist() == [7, 8]
     assert valid.tolist() == [[True, True, False], [False, False, False]]
 
 
 draft = jax.jit(lambda drafter, *arguments: drafter(*arguments))
+target_logits = jax.jit(lambda pair, tokens: pair.target.logits(forward_text(pair.target, tokens).hidden))
 
 
-def numpy_loss(pair: Pair, batch: Batch, key: jax.Array, num_anchors: int, gamma: float, kept: list[int]) -> float:
-    """The same quantity in plain loops: one inference call per block, logits in float64."""
+def numpy_loss(
+    pair: Pair, batch: Batch, key: jax.Array, num_anchors: int, gamma: float, kept: list[int], distill: float = 0.0
+) -> float:
+    """The same quantity in plain loops: one inference call per block, logits in float64.
+
+    Its distillation is over the target's 3 top tokens.
+    """
     total = weight = 0.0
     head = np.asarray(pair.target.lm_head[...], np.float64)
     for row, row_key in enumerate(jax.random.split(key, batch.tokens.shape[0])):
@@ -143,9 +158,16 @@ def numpy_loss(pair: Pair, batch: Batch, key: jax.Array, num_anchors: int, gamma
                 if anchor + k >= length or int(text[anchor + k]) not in kept:
                     continue
                 logits = head[kept] @ np.asarray(hidden[k], np.float64)
-                wanted = logits[kept.index(int(text[anchor + k]))]
+                losses = np.log(np.sum(np.exp(logits - logits.max()))) + logits.max() - logits
+                label = losses[kept.index(int(text[anchor + k]))]
+                target_probs = jax.nn.softmax(target_logits(pair, jnp.asarray(text))[anchor + k - 1])
+                top = [i for i in np.argsort(-np.asarray(target_probs))[:3].tolist() if i in kept]
+                soft = [float(target_probs[i]) * losses[kept.index(i)] for i in top]
+                if distill and top:
+                    mean = sum(soft) / sum(float(target_probs[i]) for i in top)
+                    label = (1 - distill) * label + distill * mean
                 w = np.exp(-(k - 1) / gamma)
-                total += w * (np.log(np.sum(np.exp(logits - logits.max()))) + logits.max() - wanted)
+                total += w * label
                 weight += w
     return total / weight
 
@@ -156,12 +178,32 @@ def test_loss_equals_numpy(pair: Pair, kept: list[int]):
     batch = Batch(
         rng.integers(0, 15, (3, 24)).astype(np.int32), np.array([4, 9, 0], np.int32), np.array([20, 13, 0], np.int32)
     )
-    features = jax.vmap(lambda row: features_of(pair, row))(jnp.asarray(batch.tokens))
+    text = text_of(pair, batch)
     key = jax.random.key(3)
     vocab = make_vocab(16, np.array(kept))
     loss = jax.jit(partial(block_loss, num_anchors=6, gamma=2.5))
-    got = loss(pair.drafter, pair.target, vocab, batch, features, key)
+    got = loss(pair.drafter, pair.target, vocab, batch, text, key)
     np.testing.assert_allclose(got, numpy_loss(pair, batch, key, 6, 2.5, kept), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kept", [list(range(16)), [1, 2, 3, 5, 8, 13]])
+def test_distilled_loss_equals_numpy(pair: Pair, kept: list[int]):
+    rng = np.random.default_rng(1)
+    batch = Batch(
+        rng.integers(0, 15, (2, 24)).astype(np.int32), np.array([4, 9], np.int32), np.array([20, 13], np.int32)
+    )
+    key, vocab, text = jax.random.key(3), make_vocab(16, np.array(kept)), text_of(pair, batch, num_top=3)
+    loss = jax.jit(partial(block_loss, num_anchors=6, gamma=2.5, distill=0.7))
+    got = loss(pair.drafter, pair.target, vocab, batch, text, key)
+    np.testing.assert_allclose(got, numpy_loss(pair, batch, key, 6, 2.5, kept, 0.7), rtol=1e-5)
+    assert abs(got - numpy_loss(pair, batch, key, 6, 2.5, kept)) > 1e-2
+
+
+def test_soft_label_example():
+    top = TopTokens(jnp.array([[5, 9, -1], [-1, -1, -1]]), jnp.array([[0.6, 0.2, 0.1], [0.5, 0.3, 0.1]]))
+    labels = soft_labels(jnp.array([5, 7]), top, 0.5)
+    np.testing.assert_allclose(labels.shares, [[0.5, 0.375, 0.125, 0], [1, 0, 0, 0]], atol=1e-6)
+    assert labels.ids[0, :3].tolist() == [5, 5, 9] and labels.ids[1, 0] == 7
 
 
 def test_weights():
@@ -169,14 +211,19 @@ def test_weights():
 
 
 @pytest.mark.parametrize("cap", [None, 1.5])
-@pytest.mark.parametrize("extra", [0, 3])
-@pytest.mark.parametrize("chunk", [3, 7, 100])
-def test_head_gradient_equals_autodiff(chunk: int, extra: int, cap: float | None, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("chunk", "extra", "soft"), [(3, 3, True), (7, 0, False), (100, 3, False), (100, 0, True)])
+def test_head_gradient_equals_autodiff(
+    chunk: int, extra: int, soft: bool, cap: float | None, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(loss_module, "CHUNK_ROWS", chunk)
     rng = np.random.default_rng(2)
     sizes = ((7, 4), (9, 4), (7, extra), (9, extra))
     hidden, rows, *extras = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in sizes)
-    labels, weights = jnp.asarray(rng.integers(0, 9, 7)), jnp.asarray(rng.uniform(size=7), jnp.float32)
+    ids, weights = jnp.asarray(rng.integers(0, 9, 7)), jnp.asarray(rng.uniform(size=7), jnp.float32)
+    labels = hard_labels(ids)
+    if soft:  # a token twice in a label, as where the text's is the target's first
+        top = TopTokens(jnp.stack([ids, (ids + 2) % 9, jnp.full(7, -1)], axis=1), jnp.full((7, 3), 0.3))
+        labels = soft_labels(ids, top, 0.6)
 
     def logits(hidden, extra, extra_rows):
         base = hidden @ rows.T
@@ -184,7 +231,7 @@ def test_head_gradient_equals_autodiff(chunk: int, extra: int, cap: float | None
 
     def plain(*arguments):
         log_probs = jax.nn.log_softmax(logits(*arguments))
-        return -3 * jnp.sum(weights * log_probs[jnp.arange(7), labels])
+        return -3 * jnp.sum(weights[:, None] * log_probs[jnp.arange(7)[:, None], labels.ids] * labels.shares)
 
     def own(hidden, extra, extra_rows):
         return 3 * cross_entropy(Factors(hidden, rows, extra, extra_rows, cap), labels, weights)[0]
@@ -199,10 +246,10 @@ def test_head_gradient_equals_autodiff(chunk: int, extra: int, cap: float | None
     ends = [own(*(x + by * d for x, d in zip(arguments, direction, strict=True))) for by in (1e-3, -1e-3)]
     slope = sum(jnp.vdot(g, d) for g, d in zip(jax.grad(own, (0, 1, 2))(*arguments), direction, strict=True))
     np.testing.assert_allclose(slope, (ends[0] - ends[1]) / 2e-3, rtol=1e-2)
-    right = np.argmax(logits(*arguments), axis=1) == labels
+    right = np.argmax(logits(*arguments), axis=1) == ids
     factors = Factors(hidden, rows, *extras, cap)
     np.testing.assert_array_equal(cross_entropy(factors, labels, weights)[1], right)
-    np.testing.assert_array_equal(score(factors, labels).right, right)
+    np.testing.assert_array_equal(score(factors, ids).right, right)
 
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
@@ -227,11 +274,9 @@ def test_gradient_leaves_no_parameter_out(pair: Pair):
         np.array([4, 9], np.int32),
         np.array([20, 22], np.int32),
     )
-    features = jax.vmap(lambda row: features_of(pair, row))(jnp.asarray(batch.tokens))
+    text = text_of(pair, batch)
     loss = partial(block_loss, num_anchors=4, gamma=4.0)
-    gradient = jax.jit(jax.grad(loss))(
-        pair.drafter, pair.target, make_vocab(16, None), batch, features, jax.random.key(0)
-    )
+    gradient = jax.jit(jax.grad(loss))(pair.drafter, pair.target, make_vocab(16, None), batch, text, jax.random.key(0))
     for path, leaf in jax.tree_util.tree_flatten_with_path(gradient)[0]:
         assert np.all(np.isfinite(leaf)) and np.any(leaf), jax.tree_util.keystr(path)
 

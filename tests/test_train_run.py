@@ -95,7 +95,7 @@ def test_overfit_text_is_decoded_in_whole_blocks(pair: Pair, tmp_path: Path):
 
 
 def test_resume_is_bit_for_bit(pair: Pair, tmp_path: Path):
-    whole = run(pair, tmp_path / "whole")
+    whole = run(pair, tmp_path / "whole", distill=0.5)
 
     class Killed(BaseException):
         """Ends the run between two steps, as SIGKILL does: nothing more is written."""
@@ -105,7 +105,12 @@ def test_resume_is_bit_for_bit(pair: Pair, tmp_path: Path):
             raise Killed
 
     with pytest.raises(Killed):
-        run(pair, tmp_path / "killed", on_step=kill)
+        run(pair, tmp_path / "killed", on_step=kill, distill=0.5)
+    # Features are computed again where they are lost, with the same bits.
+    lost = sorted((tmp_path / "killed" / "features").glob("*.safetensors"))[::2]
+    kept = {path: path.read_bytes() for path in lost}
+    for path in lost:
+        path.unlink()
     # What a kill in the middle of a save leaves behind is not taken for a checkpoint.
     half = tmp_path / "killed" / "checkpoints" / "6.orbax-checkpoint-tmp-1"
     half.mkdir()
@@ -113,8 +118,9 @@ def test_resume_is_bit_for_bit(pair: Pair, tmp_path: Path):
     with (tmp_path / "killed" / "log.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
     seen = []
-    resumed = run(pair, tmp_path / "killed", on_step=lambda step, _: seen.append(step), memo_gb=0.0)
+    resumed = run(pair, tmp_path / "killed", on_step=lambda step, _: seen.append(step), distill=0.5)
     assert seen == [4, 5, 6, 7]
+    assert {path: path.read_bytes() for path in lost} == kept
     for a, b in zip(leaves(whole), leaves(resumed), strict=True):
         np.testing.assert_array_equal(a, b)
     assert logged(tmp_path / "whole") == logged(tmp_path / "killed")
@@ -270,7 +276,7 @@ def folder(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--mask-token-id 15 --answers broken.jsonl", "not JSON lines"),
         ("--mask-token-id 15 --answers deep.jsonl", "not JSON lines"),
         ("--mask-token-id 15 --answers damaged.jsonl.gz", "not JSON lines"),
-        ("--mask-token-id 15 --answers answers.jsonl --memo-gb nan", "got 'nan', expected a number >= 0"),
+        ("--mask-token-id 15 --answers answers.jsonl --distill 1.5", "got '1.5', expected a number from 0 to 1"),
         ("--mask-token-id 15 --answers list.jsonl", "line 1 holds list"),
         ("--mask-token-id 15 --answers empty.jsonl", "has no text"),
         ("--mask-token-id 15 --answers outside.jsonl", "line 2: prompt_ids is [1, 99]"),

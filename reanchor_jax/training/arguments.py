@@ -16,18 +16,20 @@ from reanchor_jax.training.draft_opd import DraftOPDConfig
 from reanchor_jax.training.optimizer import OptimizerConfig
 from reanchor_jax.training.run import TrainConfig
 from reanchor_jax.training.start import Start
+from reanchor_jax.training.tensorboard import check_installed
 from reanchor_jax.training.tiny_pair import TinyPairConfig
 
 _EPILOG = """\
-The run lives in --out: train.json (settings), log.jsonl, checkpoints/, and two drafters in their kind's
-format, for --drafter of the other commands: drafter/, the latest, and best/, that of the highest
-held-out proxy tau. The same command line goes on with a run that was stopped, by Ctrl-C or by force.
+The run lives in --out: train.json (settings), log.jsonl, log.csv and curve.png and .svg (the log as
+a table and as a plot), checkpoints/, and two drafters in their kind's format, for --drafter of the other
+commands: drafter/, the latest, and best/, that of the highest held-out proxy tau. The same command line
+goes on with a run that was stopped, by Ctrl-C or by force.
 Exit codes: 0 done; 2 bad input, one line on stderr; 130 interrupted.
 """
 
 _TRAINING = (
-    *("train_vocab", "feature_dtype", "memo_gb", "freeze_backbone"),
-    *("log_every", "eval_every", "checkpoint_every", "tau_prompts", "tau_tokens"),
+    *("train_vocab", "distill", "num_top", "feature_dtype", "freeze_backbone"),
+    *("log_every", "eval_every", "checkpoint_every", "tau_prompts", "tau_tokens", "tensorboard"),
 )
 """Flags that are fields of `TrainConfig` as they are."""
 
@@ -68,6 +70,7 @@ class Options:
     block_size: int
     mask_token_id: int | None
     target_layer_ids: tuple[int, ...] | None
+    features: Path | None
     compute_dtype: str
     """Of the target, and of the drafter's forward and backward."""
     head: HeadConfig | None
@@ -86,6 +89,8 @@ def parse(argv: Sequence[str] | None) -> Options | tuple[TinyPairConfig, Path]:
     parser = _parser()
     flags = vars(parser.parse_args(argv))
     recipe = flags.pop("recipe")
+    if flags["tensorboard"]:
+        check_installed()
     for name, owner in _OF_RECIPE.items():
         if recipe != owner and flags.pop(name) is not None:
             raise ReanchorError(f"--{name.replace('_', '-')} belongs to --recipe {owner}; expected no such flag here")
@@ -136,6 +141,10 @@ def _check_draft_opd(flags: dict[str, Any]) -> None:
         raise ReanchorError("--recipe draft-opd goes on from a drafter; name it with --init")
     if flags["head"] is not None:
         raise ReanchorError("--head does not go with --recipe draft-opd; leave it out, or train the head first")
+    if flags["distill"]:
+        raise ReanchorError(
+            "--distill does not go with --recipe draft-opd, whose labels are distributions; leave it out"
+        )
     if flags["max_new_tokens"] >= flags["max_len"]:
         raise ReanchorError(
             f"--max-new-tokens is {flags['max_new_tokens']}; expected fewer than --max-len, {flags['max_len']}"
@@ -176,8 +185,8 @@ def _recipe(flags: dict[str, Any]) -> tuple[TinyPairConfig, Path]:
         "block_size": "block_size", "target_layer_ids": "target_layer_ids", "learning_rate": "learning_rate",
         "start": "start",
     }  # fmt: skip
-    other = ("mask_token_id", "train_vocab", "warmup", "held_out_answers", "head", "rank", "gru", "markov")
-    for name in ("prompts", "answers", "init", "accumulate", "compute_dtype", *other, "freeze_backbone"):
+    other = ("mask_token_id", "train_vocab", "warmup", "held_out_answers", "head", "rank", "gru", "markov", "features")
+    for name in ("prompts", "answers", "init", "accumulate", "compute_dtype", *other, "freeze_backbone", "tensorboard"):
         if flags[name] is not None and flags[name] is not False:
             raise ReanchorError(f"--{name.replace('_', '-')} does not go with --recipe tiny-pair; leave it out")
     given = {field: flags[name] for name, field in names.items() if flags[name] is not None}
@@ -246,14 +255,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--compute-dtype", choices=("float32", "bfloat16"), help=dtype_help)
     add("--train-vocab", type=whole(2), metavar="V", help="score the V most frequent answer tokens only")
     add("--seed", type=whole(0, 2**31 - 1), metavar="N", help=f"(default {d['seed']})")
-    add("--feature-dtype", choices=("float32", "bfloat16"), default="float32", help="of remembered target features")
-    add("--memo-gb", type=_at_least_0, default=4.0, metavar="GB", help="of memory for features (default %(default)s)")
+    distill_help = "share of each label that is the target's distribution, 0 to 1 (default %(default)g)"
+    add("--distill", type=_share, default=0.0, metavar="A", help=distill_help)
+    add("--num-top", type=whole(1), default=8, metavar="N", help="tokens of it that are kept (default %(default)s)")
+    features_help = "folder of the target's features, which runs can share (default: features/ in --out)"
+    add("--features", type=folder, metavar="DIR", help=features_help)
+    add("--feature-dtype", choices=("float32", "bfloat16"), default="float32", help="of features on disk")
 
     add = parser.add_argument_group("reports").add_argument
     add("--log-every", type=whole(1), default=10, metavar="N", help="steps (default %(default)s)")
     add("--eval-every", type=whole(1), default=500, metavar="N", help="steps (default %(default)s)")
     add("--checkpoint-every", type=whole(1), default=250, metavar="N", help="steps (default %(default)s)")
     add("--tau-prompts", type=whole(0), default=8, metavar="N", help="prompts really decoded (default %(default)s)")
+    add("--tensorboard", action="store_true", help="event files in --out/tensorboard (needs tensorboardX)")
     add("--tau-tokens", type=whole(2), default=64, metavar="N", help="new tokens of each (default %(default)s)")
 
     add = parser.add_argument_group("recipe").add_argument
@@ -275,6 +289,13 @@ def _above_0(text: str) -> float:
     value = number(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    value = number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number from 0 to 1")
     return value
 
 

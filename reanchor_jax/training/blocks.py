@@ -27,6 +27,16 @@ class Batch(NamedTuple):
     lengths: Any  # [R] int32 prompt and answer; 0 for an empty row
 
 
+class Blocks(NamedTuple):
+    """Blocks in training, n = R*K of them."""
+
+    forced: Forced
+    """What the head makes of them, the tokens before each draft being the text's."""
+    labels: jax.Array  # [n, B-1] int32 what they should draft
+    valid: jax.Array  # [n, B-1] bool, whether that exists
+    places: jax.Array  # [n, B-1] int32 where in the text it stands
+
+
 class Anchors(NamedTuple):
     """Anchor positions in one text."""
 
@@ -56,15 +66,16 @@ def sample_anchors(key: jax.Array, prompt_len: jax.Array, length: jax.Array, siz
 
 def block_labels(
     tokens: jax.Array, length: jax.Array, anchors: Anchors, block_size: int
-) -> tuple[jax.Array, jax.Array]:
-    """The tokens that each block should draft, and which of them exist: two [K, B-1] arrays.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The tokens that each block should draft, which of them exist, and where: three [K, B-1] arrays.
 
     Slot k - 1 holds the token at anchor + k. Example, B = 4, length 9, anchor 6: the tokens at
     7 and 8, and a third that is masked.
     """
     places = anchors.positions[:, None] + jnp.arange(1, block_size)[None, :]
     valid = (places < length) & anchors.valid[:, None]
-    return tokens[jnp.minimum(places, tokens.shape[0] - 1)], valid
+    places = jnp.minimum(places, tokens.shape[0] - 1)
+    return tokens[places], valid, places
 
 
 def block_hidden(
@@ -95,7 +106,7 @@ def block_hidden(
 
 def random_blocks(
     target: Target, drafter: Drafter, batch: Batch, features: jax.Array, key: jax.Array, num_anchors: int
-) -> tuple[Forced, jax.Array, jax.Array]:
+) -> Blocks:
     """Blocks behind K random anchors of every text, R*K in all; see `block_hidden` and `block_labels`.
 
     Args:
@@ -105,20 +116,16 @@ def random_blocks(
       features: [R, T, C*D] the target's features of the texts.
       key: PRNG key of the anchors.
       num_anchors: K (static).
-
-    Returns:
-      What the head makes of the blocks, the tokens before each draft being the text's; and
-      [R*K, B-1] what they should draft and where that exists.
     """
     num_rows, size = batch.tokens.shape
 
     def one_text(key, tokens, features, prompt_len, length):
         anchors = sample_anchors(key, prompt_len, length, size, num_anchors)
-        labels, valid = block_labels(tokens, length, anchors, drafter.config.block_size)
+        labels, valid, places = block_labels(tokens, length, anchors, drafter.config.block_size)
         before = jnp.concatenate([tokens[anchors.positions][:, None], labels[:, :-1]], axis=1)
-        return block_hidden(target, drafter, tokens, features, anchors.positions), before, labels, valid
+        return block_hidden(target, drafter, tokens, features, anchors.positions), before, labels, valid, places
 
     keys = jax.random.split(key, num_rows)
     blocks = jax.vmap(one_text)(keys, batch.tokens, features, batch.prompt_lens, batch.lengths)
-    hidden, before, labels, valid = (x.reshape(-1, *x.shape[2:]) for x in blocks)
-    return drafter.head.force(target, hidden, before), labels, valid
+    hidden, before, *rest = (x.reshape(-1, *x.shape[2:]) for x in blocks)
+    return Blocks(drafter.head.force(target, hidden, before), *rest)

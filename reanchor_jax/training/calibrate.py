@@ -44,7 +44,7 @@ def outcomes(
 ) -> Outcomes:  # fmt: skip
     """Outcomes of random blocks; arguments as in `block_loss`, `vocab` being the whole one."""
     drafter = computing(drafter, target.dtype)
-    forced, labels, valid = random_blocks(target, drafter, batch, features.astype(jnp.float32), key, num_anchors)
+    forced, labels, valid, _ = random_blocks(target, drafter, batch, features, key, num_anchors)
     assert forced.confidence is not None
     right = score(make_factors(forced, vocab), labels.reshape(-1)).right.reshape(labels.shape) & valid
     return Outcomes(forced.confidence, right, valid & (nothing_wrong_before(right.astype(jnp.int32)) > 0))

@@ -20,6 +20,7 @@ from reanchor_jax.training.blocks import Batch
 from reanchor_jax.training.checkpoints import check_settings
 from reanchor_jax.training.data import Text, batch_index, digest, make_batches
 from reanchor_jax.training.features import FeatureSource
+from reanchor_jax.training.log import OnStep, ignore_step
 from reanchor_jax.training.replay import replay_states, replay_step, sample_blocks
 from reanchor_jax.training.rollout import Rollout, load_rollout, roll_out, rollout_config, save_rollout
 from reanchor_jax.training.run import Run, TrainConfig, check_anchors, check_start
@@ -64,8 +65,9 @@ def draft_opd(
     config: DraftOPDConfig,
     folder: Path,
     *,
+    features_folder: Path | None = None,
     echo: Callable[[str], None] = print,
-    on_step: Callable[[int, float], None] = lambda step, loss: None,
+    on_step: OnStep = ignore_step,
 ) -> Drafter:
     """Trains a drafter on its own drafts, or resumes the run in `folder`.
 
@@ -80,8 +82,9 @@ def draft_opd(
       held_out: the target's own texts, for evaluation.
       config: settings.
       folder: of the run.
+      features_folder: where features of held-out texts are kept (None: in `folder`).
       echo: gets a line now and then.
-      on_step: gets the number of finished steps, and the last logged loss.
+      on_step: called after each step (`log.OnStep`).
 
     Returns:
       The drafter, for the target's own features.
@@ -103,8 +106,9 @@ def draft_opd(
     check_settings(folder / "train.json", {**config.result_settings(), **settings})
     batches = make_batches(texts, config.num_rows, config.seed)
     echo(f"{len(prompts)} prompts in {len(batches)} batches, {len(held_out)} texts held out")
-    memo = int(config.memo_gb * 1e9)
-    features = FeatureSource(target, start.config.target_layer_ids, config.feature_dtype, memo)
+    # Of held-out texts alone: a rollout's features are those of its own text, met once.
+    tap_ids, held_out_folder = start.config.target_layer_ids, features_folder or folder / "features"
+    features = FeatureSource(target, tap_ids, held_out_folder, dtype=config.feature_dtype)
     features.measure_scale(held_out_batches)
     run = _Run(target, start, held_out, features, config, folder, start_is_scaled=False, echo=echo)
     run.batches = batches
@@ -157,5 +161,5 @@ class _Run(Run):
         """Logs a new phase, under the number of the first step that trains on it."""
         accepted = np.concatenate([rollout.accepted for rollout in self.rollouts])
         tau = float(np.mean(accepted + 1)) if len(accepted) else 0.0
-        self.log({"step": number + 1, "rollout": {"phase": self.phase, "blocks": len(accepted), "tau": tau}})
+        self.log.append({"step": number + 1, "rollout": {"phase": self.phase, "blocks": len(accepted), "tau": tau}})
         self.echo(f"step {number}: phase {self.phase} of rollouts, {len(accepted)} blocks, tau {tau:.3f}")

@@ -57,7 +57,7 @@ def held_out_sums(
 
     Drafts are scored behind the text's own tokens: up to the first wrong one, they are the drafter's.
     """
-    forced, labels, valid = random_blocks(target, drafter, batch, features, key, num_anchors)
+    forced, labels, valid, _ = random_blocks(target, drafter, batch, features, key, num_anchors)
     losses, right = (x.reshape(labels.shape) for x in score(make_factors(forced, vocab), labels.reshape(-1)))
     weights = jnp.where(valid, position_weights(drafter.config.block_size, gamma)[None], 0.0)
     whole = jnp.all(valid, axis=1)

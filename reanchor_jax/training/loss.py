@@ -1,4 +1,8 @@
-"""Position-decayed cross entropy of training blocks; a confidence learns which drafts are right."""
+"""Position-decayed cross entropy of training blocks; a confidence learns which drafts are right.
+
+What a draft should be is the text's token, or in part the target's distribution there
+(distillation): in between, a share `distill` of the label belongs to the target's top tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from reanchor_jax.drafter import Drafter
 from reanchor_jax.heads import Forced
 from reanchor_jax.target import Target, softcap
 from reanchor_jax.training.blocks import Batch, random_blocks
+from reanchor_jax.training.features import TextFeatures, TopTokens
 from reanchor_jax.training.trainable import computing, freeze
 
 CHUNK_ROWS = 512
@@ -63,6 +68,33 @@ def draft_logits(factors: Factors, hidden: jax.Array, extra: jax.Array) -> tuple
     return base + jnp.einsum("ne,ve->nv", extra, factors.extra_rows, preferred_element_type=jnp.float32), base
 
 
+class Labels(NamedTuple):
+    """What n drafts should be: shares of 1 over m tokens. The first token is the text's."""
+
+    ids: jax.Array  # [n, m] int32 in 0 .. V'-1
+    shares: jax.Array  # [n, m] f32
+
+
+def hard_labels(ids: jax.Array) -> Labels:
+    """The text's tokens [n] alone."""
+    return Labels(ids[:, None], jnp.ones((ids.shape[0], 1), jnp.float32))
+
+
+def soft_labels(ids: jax.Array, top: TopTokens, distill: float) -> Labels:
+    """The text's tokens [n], and a share `distill` for the target's k top ones, [n, k] each.
+
+    Top tokens outside the vocabulary of training (id -1) are left out, the others' probabilities are
+    raised to sum to 1. Example, half of the label being the target's: text 5, top tokens 5, 9, -1
+    with 0.6, 0.2, 0.1: shares 0.5 of token 5, and again 0.375 of 5 and 0.125 of 9. Where no top
+    token is left, all is the text's.
+    """
+    probs = jnp.where(top.ids >= 0, top.probs, 0.0)
+    total = jnp.sum(probs, axis=1, keepdims=True)
+    soft = distill * probs / jnp.maximum(total, 1e-6)
+    shares = jnp.concatenate([1.0 - jnp.sum(soft, axis=1, keepdims=True), soft], axis=1)
+    return Labels(jnp.concatenate([ids[:, None], jnp.maximum(top.ids, 0)], axis=1), shares)
+
+
 class Scores(NamedTuple):
     """How well n drafts are predicted."""
 
@@ -76,15 +108,15 @@ def score(factors: Factors, labels: jax.Array) -> Scores:
 
     def score_chunk(chunk):
         hidden, extra, labels = chunk
-        _, _, log_total, at_label, right = _score_chunk(factors, hidden, extra, labels)
-        return log_total - at_label, right
+        _, _, log_total, at_labels, right = _score_chunk(factors, hidden, extra, hard_labels(labels))
+        return log_total - at_labels, right
 
     return Scores(*(_flat(x)[:count] for x in jax.lax.map(score_chunk, chunks)))
 
 
 @jax.custom_vjp
-def cross_entropy(factors: Factors, labels: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sum of weights x losses, () f32, and which labels have the highest logit, [n] f32 0 or 1.
+def cross_entropy(factors: Factors, labels: Labels, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sum of weights x losses, () f32, and which of the texts' tokens have the highest logit, [n] f32 0 or 1.
 
     Its gradient is formed chunk by chunk beside the loss, since both need the same logits: at no
     time do the logits of all drafts exist, and none are computed twice. That is why the weights
@@ -92,32 +124,29 @@ def cross_entropy(factors: Factors, labels: jax.Array, weights: jax.Array) -> tu
 
     Args:
       factors: n drafts.
-      labels: [n] int32 in 0 .. V'-1.
+      labels: what each should be; constants.
       weights: [n] f32; constants.
     """
-    losses, right = score(factors, labels)
-    return jnp.sum(losses * weights), right.astype(jnp.float32)
+    return _forward(factors, labels, weights)[0]
 
 
-def _forward(factors: Factors, labels: jax.Array, weights: jax.Array):
-    chunks, count = in_chunks(factors.hidden, factors.extra, labels, weights)
+def _forward(factors: Factors, labels: Labels, weights: jax.Array):
+    chunks, count = in_chunks(factors.hidden, factors.extra, *labels, weights)
 
     def score_chunk(carry, chunk):
         total, extra_rows_gradient = carry
-        hidden, extra, labels, weights = chunk
-        logits, base, log_total, at_label, right = _score_chunk(factors, hidden, extra, labels)
-        # d loss / d logits = weight (softmax - onehot(label)); the onehot part is a gather of rows.
-        soft = (jnp.exp(logits - log_total[:, None]) * weights[:, None]).astype(hidden.dtype)
-        w = weights[:, None].astype(hidden.dtype)
+        hidden, extra, ids, shares, weights = chunk
+        logits, base, log_total, at_labels, right = _score_chunk(factors, hidden, extra, Labels(ids, shares))
+        # d loss / d logits = weight (softmax - shares of the labels).
+        gradient = jnp.exp(logits - log_total[:, None]).at[jnp.arange(ids.shape[0])[:, None], ids].add(-shares)
+        gradient = gradient * weights[:, None]
         # A softcap passes on 1 - tanh^2 of it.
-        slope = jnp.ones_like(base) if factors.cap is None else 1 - (base / factors.cap) ** 2
-        at_labels = w * jnp.take_along_axis(slope, labels[:, None], axis=1).astype(w.dtype)
-        soft_base = soft * slope.astype(soft.dtype)
-        hidden_gradient = jnp.einsum("nv,vd->nd", soft_base, factors.rows) - at_labels * factors.rows[labels]
-        extra_gradient = jnp.einsum("nv,ve->ne", soft, factors.extra_rows) - w * factors.extra_rows[labels]
-        extra_rows_gradient += jnp.einsum("nv,ne->ve", soft, extra)
-        extra_rows_gradient = extra_rows_gradient.at[labels].add(-w * extra)
-        total += jnp.sum((log_total - at_label) * weights)
+        slope = 1.0 if factors.cap is None else 1 - (base / factors.cap) ** 2
+        hidden_gradient = jnp.einsum("nv,vd->nd", (gradient * slope).astype(hidden.dtype), factors.rows)
+        gradient = gradient.astype(extra.dtype)
+        extra_gradient = jnp.einsum("nv,ve->ne", gradient, factors.extra_rows)
+        extra_rows_gradient += jnp.einsum("nv,ne->ve", gradient, extra)
+        total += jnp.sum((log_total - at_labels) * weights)
         return (total, extra_rows_gradient), (hidden_gradient, extra_gradient, right)
 
     start = (jnp.float32(0), jnp.zeros_like(factors.extra_rows))
@@ -134,12 +163,12 @@ def _backward(gradients: tuple[jax.Array, jax.Array, jax.Array], cotangents: tup
 cross_entropy.defvjp(_forward, _backward)
 
 
-def _score_chunk(factors: Factors, hidden: jax.Array, extra: jax.Array, labels: jax.Array):
-    """`draft_logits` of a chunk, their log-sum-exp, that of the label, and whether it is the highest."""
+def _score_chunk(factors: Factors, hidden: jax.Array, extra: jax.Array, labels: Labels):
+    """`draft_logits` of a chunk, their log-sum-exp, their mean over the labels' shares, and `Scores.right`."""
     logits, base = draft_logits(factors, hidden, extra)
-    at_label = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
-    right = jnp.argmax(logits, axis=-1) == labels
-    return logits, base, jax.nn.logsumexp(logits, axis=-1), at_label, right
+    at_labels = jnp.sum(jnp.take_along_axis(logits, labels.ids, axis=1) * labels.shares, axis=1)
+    right = jnp.argmax(logits, axis=-1) == labels.ids[:, 0]
+    return logits, base, jax.nn.logsumexp(logits, axis=-1), at_labels, right
 
 
 def in_chunks(*arrays: jax.Array) -> tuple[tuple[jax.Array, ...], int]:
@@ -161,6 +190,11 @@ def in_chunks(*arrays: jax.Array) -> tuple[tuple[jax.Array, ...], int]:
 def _flat(x: jax.Array) -> jax.Array:
     """The first two axes in one. (-1 would not do: the extra width may be 0.)"""
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _by_text(x: jax.Array, batch: Batch) -> jax.Array:
+    """Rows of R*K blocks as [R, K, ...]."""
+    return x.reshape(batch.tokens.shape[0], -1, *x.shape[1:])
 
 
 def nothing_wrong_before(right: jax.Array) -> jax.Array:
@@ -185,11 +219,12 @@ def block_loss(
     target: Target,
     vocab: Vocab,
     batch: Batch,
-    features: jax.Array,
+    text: TextFeatures,
     key: jax.Array,
     *,
     num_anchors: int,
     gamma: float,
+    distill: float = 0.0,
     freeze_backbone: bool = False,
 ) -> jax.Array:
     """Weighted mean cross entropy over random blocks of a batch, () float32.
@@ -204,14 +239,15 @@ def block_loss(
       target: frozen.
       vocab: tokens that are scored.
       batch: R texts.
-      features: [R, T, C*D] the target's features of the texts; a constant.
+      text: the target's forward over the texts, constants; `top` is used where `distill` is not 0.
       key: PRNG key of the anchors.
       num_anchors: K anchors a text (static).
       gamma: decay of the weights (static).
+      distill: share of each label that is the target's distribution (static).
       freeze_backbone: train the head alone (static).
     """
     drafter = freeze(computing(drafter, target.dtype), freeze_backbone)
-    forced, labels, valid = random_blocks(target, drafter, batch, features, key, num_anchors)
+    forced, labels, valid, places = random_blocks(target, drafter, batch, text.features, key, num_anchors)
     labels = vocab.index[labels]  # [R*K, B-1]
     scored = valid & (labels >= 0)
 
@@ -219,8 +255,13 @@ def block_loss(
         weights = jnp.where(of, position_weights(drafter.config.block_size, gamma)[None], 0.0)
         return weights / jnp.maximum(jnp.sum(weights), 1e-6)
 
-    places = jnp.maximum(labels, 0).reshape(-1)
-    loss, right = cross_entropy(make_factors(forced, vocab), places, mean_weights(scored).reshape(-1))
+    wanted = hard_labels(jnp.maximum(labels, 0).reshape(-1))
+    if distill:
+        # What the target says of the token at a place stands at the place before it.
+        top = jax.vmap(lambda rows, at: jax.tree.map(lambda x: x[at], rows))(text.top, _by_text(places, batch) - 1)
+        top = TopTokens(vocab.index[_flat(_flat(top.ids))], _flat(_flat(top.probs)))
+        wanted = soft_labels(wanted.ids[:, 0], top, distill)
+    loss, right = cross_entropy(make_factors(forced, vocab), wanted, mean_weights(scored).reshape(-1))
     if forced.confidence is not None:
         logits, right = forced.confidence, jnp.where(scored, right.reshape(labels.shape), 0.0)
         asked = valid & (nothing_wrong_before(right) > 0)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from reanchor_jax.training.answers import Prompt, generate_answers, read_prompts
 from reanchor_jax.training.arguments import Options, parse
 from reanchor_jax.training.data import Text, read_answers, split_held_out
 from reanchor_jax.training.draft_opd import DraftOPDConfig, draft_opd
+from reanchor_jax.training.progress import progress
 from reanchor_jax.training.start import new_drafter, new_drafter_config, with_head
 from reanchor_jax.training.tiny_pair import make_tiny_pair
 from reanchor_jax.training.trainer import train
@@ -37,7 +37,7 @@ def _run(argv: Sequence[str] | None) -> int:
         _train(options)
     else:
         config, folder = options
-        with _progress("drafter", config.steps) as (on_step, echo):
+        with progress("drafter", config.steps) as (on_step, echo):
             make_tiny_pair(config, folder, echo=echo, on_step=on_step)
     return 0
 
@@ -67,8 +67,8 @@ def _train(options: Options) -> None:
         texts, held_out = _texts(options, source, target)
         is_new = options.init is None
         fit = partial(train, target, drafter, texts, held_out, options.config, options.out, start_is_scaled=is_new)
-    with _progress("training", options.config.optimizer.steps) as (on_step, echo):
-        fit(echo=echo, on_step=on_step)
+    with progress("training", options.config.optimizer.steps) as (on_step, echo):
+        fit(features_folder=options.features, echo=echo, on_step=on_step)
         echo(f"saved {options.out / 'drafter'}")
 
 
@@ -123,44 +123,13 @@ def _read_prompts(options: Options, source: str | Path, target: Target) -> list[
 def _answer(options: Options, target: Target, prompts: list[Prompt]) -> Path:
     """Where the target's answers to the prompts are."""
     answers = options.out / "answers.jsonl"
-    with _progress("answers", len(prompts)) as (on_step, _):
+    with progress("answers", len(prompts)) as (on_step, _):
         generate_answers(
             target,
             prompts,
             answers,
             max_new_tokens=options.max_new_tokens,
             num_rows=options.answer_rows,
-            on_batch=lambda done: on_step(done, float("nan")),
+            on_batch=lambda done: on_step(done, {}),
         )
     return answers
-
-
-@contextmanager
-def _progress(name: str, total: int) -> Iterator[tuple[Callable[[int, float], None], Callable[[str], None]]]:
-    """A bar with the time left, on a terminal; and a function that prints a line beside it."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = [
-        TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
-        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=True),
-    ]  # fmt: skip
-
-    def echo(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(name, total=total, loss="")
-
-        def on_step(done: int, loss: float) -> None:
-            bar.update(task, completed=done, loss="" if loss != loss else f"loss {loss:.3f}")
-
-        yield on_step, echo

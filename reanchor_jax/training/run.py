@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,6 @@ from reanchor_jax.checkpoint import save_drafter
 from reanchor_jax.config import DecodeConfig, LMHeadConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
-from reanchor_jax.files import write_whole
 from reanchor_jax.pair import Pair, check_pair
 from reanchor_jax.target import Target
 from reanchor_jax.training.blocks import Batch
@@ -29,14 +27,15 @@ from reanchor_jax.training.checkpoints import Checkpoints
 from reanchor_jax.training.data import Text, make_batches
 from reanchor_jax.training.evaluate import HeldOut, make_decoder, summary
 from reanchor_jax.training.features import FeatureSource, fold_scale
+from reanchor_jax.training.log import Log, OnStep
 from reanchor_jax.training.loss import make_vocab
-from reanchor_jax.training.optimizer import OptimizerConfig
+from reanchor_jax.training.optimizer import OptimizerConfig, learning_rate
 from reanchor_jax.training.step import TrainState, evaluate_batch, init_optimizer
 from reanchor_jax.training.trainable import computing, is_trained
 
 _REPORTED = (
-    *("memo_gb", "log_every", "checkpoint_every", "eval_every", "eval_first"),
-    *("tau_prompts", "tau_tokens"),
+    *("log_every", "checkpoint_every", "eval_every", "eval_first"),
+    *("tau_prompts", "tau_tokens", "tensorboard"),
 )
 
 
@@ -55,11 +54,14 @@ class TrainConfig:
     """Size of the restricted LM head of training; None: the whole vocabulary."""
     freeze_backbone: bool = False
     """Train the head alone."""
+    distill: float = 0.0
+    """Share of each label that is the target's distribution; the rest is the text's token."""
+    num_top: int = 8
+    """Tokens of that distribution that are kept."""
     feature_dtype: str = "float32"
+    """Of the target's features on disk."""
     seed: int = 0
 
-    memo_gb: float = 4.0
-    """Memory for the target's features of batches seen before."""
     log_every: int = 10
     eval_every: int = 200
     eval_first: bool = False
@@ -68,6 +70,8 @@ class TrainConfig:
     tau_prompts: int = 8
     """Held-out prompts that are really decoded at each evaluation; 0: none."""
     tau_tokens: int = 64
+    tensorboard: bool = False
+    """Write event files for TensorBoard."""
 
     def result_settings(self) -> dict[str, Any]:
         """The settings that a resumed run must share."""
@@ -97,8 +101,9 @@ def check_anchors(num_anchors: int, batches: Sequence[Batch]) -> None:
 class Run(abc.ABC):
     """A run in its folder; what a step does is a subclass's.
 
-    The folder gets `log.jsonl`, `checkpoints/`, and two drafters in their kind's format: `drafter/`,
-    written with each checkpoint, and `best/`, the one of the highest held-out proxy tau.
+    The folder gets `log.jsonl` and what is made from it (see `log`), `checkpoints/`, and two drafters in
+    their kind's format: `drafter/`, written with each checkpoint, and `best/`, the one of the highest
+    held-out proxy tau.
     """
 
     def __init__(
@@ -131,8 +136,10 @@ class Run(abc.ABC):
         if self.done:
             self.state = self.checkpoints.restore(self.done, self.state)
             self.echo(f"resumed {folder} at step {self.done}")
-        earlier = _keep_log_until(folder / "log.jsonl", self.done)
-        self.best = max((row["held_out"]["proxy_tau"] for row in earlier if "held_out" in row), default=0.0)
+        self.blocks_per_step = config.num_rows * config.num_anchors
+        self.log = Log(folder, self.done, self.blocks_per_step, tensorboard=config.tensorboard, echo=echo)
+        taus = (record["held_out"]["proxy_tau"] for record in self.log.records if "held_out" in record)
+        self.best = max(taus, default=0.0)
 
     @abc.abstractmethod
     def step(self, number: int) -> dict[str, jax.Array]:
@@ -141,14 +148,15 @@ class Run(abc.ABC):
         Everything in it is a function of its number and of the state before it.
         """
 
-    def finish(self, on_step: Callable[[int, float], None]) -> Drafter:
+    def finish(self, on_step: OnStep) -> Drafter:
         """Takes all steps that are left; see `trainer.train`."""
         try:
             return self.loop(on_step)
         finally:
             self.checkpoints.close()
+            self.log.close()
 
-    def loop(self, on_step: Callable[[int, float], None]) -> Drafter:
+    def loop(self, on_step: OnStep) -> Drafter:
         """Steps until the end or a signal."""
         config, steps = self.config, self.config.optimizer.steps
         since, first, seen, loss = time.monotonic(), self.done, [], float("nan")
@@ -163,10 +171,11 @@ class Run(abc.ABC):
                     rows = jax.device_get(seen)
                     means = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
                     loss, seconds = means["loss"], time.monotonic() - since
-                    rate = (self.done - first) * config.num_rows * config.num_anchors / seconds
-                    self.log({"step": self.done, **means, "blocks_per_second": round(rate, 2)})
+                    rate = (self.done - first) * self.blocks_per_step / seconds
+                    reached = {"learning_rate": learning_rate(config.optimizer, self.done - 1)}
+                    self.log.append({"step": self.done, **means, **reached, "blocks_per_second": round(rate, 2)})
                     since, first, seen = time.monotonic(), self.done, []
-                on_step(self.done, loss)
+                on_step(self.done, self.log.latest)
                 ends = self.done == steps
                 if self.done % config.checkpoint_every == 0 or ends:
                     self.save()
@@ -205,11 +214,13 @@ class Run(abc.ABC):
         """Checkpoint, and the drafter beside it."""
         self.checkpoints.save(self.done, self.state)
         save_drafter(self.exported(), self.folder / "drafter")
+        self.log.publish()
 
     def report(self, loss: float) -> None:
         """Evaluates, logs, and keeps the drafter if it is the best so far."""
         result = self.evaluate()
-        self.log({"step": self.done, "held_out": result})
+        self.log.append({"step": self.done, "held_out": result})
+        self.log.publish()
         tau = f", tau {result['tau']:.3f}" if "tau" in result else ""
         self.echo(
             f"step {self.done} of {self.config.optimizer.steps}: loss {loss:.3f}, held-out {result['loss']:.3f}, "
@@ -223,8 +234,7 @@ class Run(abc.ABC):
     def held_out_blocks(self) -> Iterator[tuple[Batch, Any, jax.Array]]:
         """Held-out batches, their features, and keys for anchors that never change."""
         for i, batch in enumerate(self.held_out_batches):
-            # Below the training batches' numbers, so that held-out features are remembered too.
-            yield batch, self.features(-1 - i, batch), jax.random.fold_in(jax.random.key(0), i)
+            yield batch, self.features(batch).features, jax.random.fold_in(jax.random.key(0), i)
 
     def evaluate(self) -> dict[str, Any]:
         """Held-out sums at fixed anchors, and tau of real decoding."""
@@ -239,27 +249,6 @@ class Run(abc.ABC):
             prompts = [text.prompt_ids for text in self.held_out[: self.config.tau_prompts]]
             result["tau"] = self.decode(self.pair(), prompts).tau
         return result
-
-    def log(self, record: dict[str, Any]) -> None:
-        """Appends one line to log.jsonl."""
-        with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-
-
-def _keep_log_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """Forgets what was logged beyond the checkpoint, so that no step is logged twice; returns the rest."""
-    if not path.exists():
-        return []
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-            if row["step"] <= step:
-                kept.append(row)
-        except (ValueError, KeyError, TypeError):
-            continue  # half a line, from a run that was killed
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
-    return kept
 
 
 @contextmanager

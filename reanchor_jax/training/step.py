@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.target import Target
 from reanchor_jax.training.blocks import Batch
 from reanchor_jax.training.evaluate import HeldOut, held_out_sums
+from reanchor_jax.training.features import TextFeatures
 from reanchor_jax.training.loss import Vocab, block_loss
 from reanchor_jax.training.optimizer import OptimizerConfig, make_optimizer, update
 from reanchor_jax.training.trainable import computing, is_trained
@@ -31,24 +31,29 @@ def init_optimizer(drafter: Drafter, *, optimizer: OptimizerConfig, freeze_backb
     return make_optimizer(optimizer, is_trained(drafter, freeze_backbone)).init(params)
 
 
-@partial(jax.jit, static_argnames=("optimizer", "num_anchors", "gamma", "freeze_backbone"), donate_argnames="state")
+@partial(
+    jax.jit,
+    static_argnames=("optimizer", "num_anchors", "gamma", "distill", "freeze_backbone"),
+    donate_argnames="state",
+)
 def train_step(
     state: TrainState,
     target: Target,
     vocab: Vocab,
     batch: Batch,
-    features: jax.Array,
+    text: TextFeatures,
     key: jax.Array,
     *,
     optimizer: OptimizerConfig,
     num_anchors: int,
     gamma: float,
+    distill: float = 0.0,
     freeze_backbone: bool = False,
 ) -> tuple[TrainState, jax.Array]:
     """One optimizer step, and its loss; arguments as in `block_loss`. The state is donated."""
-    loss_of = partial(block_loss, num_anchors=num_anchors, gamma=gamma, freeze_backbone=freeze_backbone)
-    features = features.astype(jnp.float32)
-    loss, gradient = jax.value_and_grad(loss_of)(state.drafter, target, vocab, batch, features, key)
+    sizes = {"num_anchors": num_anchors, "gamma": gamma, "distill": distill}
+    loss_of = partial(block_loss, **sizes, freeze_backbone=freeze_backbone)
+    loss, gradient = jax.value_and_grad(loss_of)(state.drafter, target, vocab, batch, text, key)
     transform = make_optimizer(optimizer, is_trained(state.drafter, freeze_backbone))
     drafter, opt_state = update(transform, gradient, state.opt_state, state.drafter)
     return TrainState(drafter, opt_state), loss
@@ -60,6 +65,5 @@ def evaluate_batch(
     *, num_anchors: int, gamma: float,
 ) -> HeldOut:  # fmt: skip
     """`held_out_sums`, compiled."""
-    features = features.astype(jnp.float32)
     drafter = computing(drafter, target.dtype)
     return held_out_sums(drafter, target, vocab, batch, features, key, num_anchors=num_anchors, gamma=gamma)

@@ -14,6 +14,7 @@ from reanchor_jax.training.blocks import Batch
 from reanchor_jax.training.checkpoints import check_settings
 from reanchor_jax.training.data import Text, batch_index, digest, frequent_tokens, make_batches
 from reanchor_jax.training.features import FeatureSource
+from reanchor_jax.training.log import OnStep, ignore_step
 from reanchor_jax.training.loss import Vocab, make_vocab
 from reanchor_jax.training.run import Run, TrainConfig, check_anchors, check_start
 from reanchor_jax.training.step import train_step
@@ -28,8 +29,9 @@ def train(
     folder: Path,
     *,
     start_is_scaled: bool = False,
+    features_folder: Path | None = None,
     echo: Callable[[str], None] = print,
-    on_step: Callable[[int, float], None] = lambda step, loss: None,
+    on_step: OnStep = ignore_step,
 ) -> Drafter:
     """Trains a drafter, or resumes the run in `folder`.
 
@@ -46,8 +48,10 @@ def train(
       config: settings.
       folder: of the run.
       start_is_scaled: whether `start` was made for scaled features (`new_drafter`).
+      features_folder: where the target's features are kept (None: in `folder`); runs with one target,
+        one set of tapped layers and one `feature_dtype` can share it.
       echo: gets a line now and then.
-      on_step: gets the number of finished steps, and the last logged loss.
+      on_step: called after each step (`log.OnStep`).
 
     Returns:
       The drafter, for the target's own features.
@@ -59,7 +63,8 @@ def train(
     config.optimizer.validate()
     check_start(target, start, config.freeze_backbone)
     batches = make_batches(texts, config.num_rows, config.seed)
-    check_anchors(config.num_anchors, [*batches, *make_batches(held_out, config.num_rows, 0)])
+    held_out_batches = make_batches(held_out, config.num_rows, 0)
+    check_anchors(config.num_anchors, [*batches, *held_out_batches])
     folder.mkdir(parents=True, exist_ok=True)
     dtype = {"compute_dtype": str(target.dtype)}
     check_settings(
@@ -67,8 +72,14 @@ def train(
         {**config.result_settings(), "drafter": dataclasses.asdict(start.config), "texts": digest(texts), **dtype},
     )
     echo(f"{len(texts)} texts in {len(batches)} batches, {len(held_out)} texts held out")
-    memo = int(config.memo_gb * 1e9)
-    features = FeatureSource(target, start.config.target_layer_ids, config.feature_dtype, memo)
+    features = FeatureSource(
+        target,
+        start.config.target_layer_ids,
+        features_folder or folder / "features",
+        dtype=config.feature_dtype,
+        num_top=config.num_top if config.distill else 0,
+    )
+    echo(features.check_room([*batches, *held_out_batches]))
     features.measure_scale(batches)
     run = _Run(target, start, held_out, features, config, folder, start_is_scaled=start_is_scaled, echo=echo)
     ids = None if config.train_vocab is None else frequent_tokens(texts, config.train_vocab)
@@ -84,6 +95,7 @@ class _Run(Run):
         config = self.config
         index = batch_index(number, len(self.batches), config.seed)
         batch, key = self.batches[index], jax.random.fold_in(self.key, number)
-        inputs = (self.state, self.target, self.vocab, batch, self.features(index, batch), key)
-        self.state, loss = train_step(*inputs, **self.settings, num_anchors=config.num_anchors, gamma=config.gamma)
+        inputs = (self.state, self.target, self.vocab, batch, self.features(batch), key)
+        labels = {"num_anchors": config.num_anchors, "gamma": config.gamma, "distill": config.distill}
+        self.state, loss = train_step(*inputs, **self.settings, **labels)
         return {"loss": loss}
