@@ -69,6 +69,17 @@ def read_target_config(folder: Path) -> TargetConfig:
     """
     path = folder / "config.json"
     fields = Fields(read_json(path), str(path))
+    config = target_config(fields)
+    generation = folder / "generation_config.json"
+    if not generation.exists():
+        return config
+    more = _eos_ids(Fields(read_json(generation), str(generation)), config.vocab_size)
+    ids = tuple(sorted({*config.eos_token_ids, *more}))
+    return dataclasses.replace(config, eos_token_ids=ids)
+
+
+def target_config(fields: Fields) -> TargetConfig:
+    """The config in the fields of a config.json; raises as `read_target_config` does."""
     _refuse_drafter(fields)
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in CLASSES:
@@ -102,12 +113,7 @@ def read_target_config(folder: Path) -> TargetConfig:
     for part in (text, fields):
         part.ignore(*INERT)
         part.finish()
-    generation = folder / "generation_config.json"
-    if not generation.exists():
-        return config
-    more = _eos_ids(Fields(read_json(generation), str(generation)), vocab_size)
-    ids = tuple(sorted({*config.eos_token_ids, *more}))
-    return dataclasses.replace(config, eos_token_ids=ids)
+    return config
 
 
 def _text_part(fields: Fields, model_type: str) -> Fields:
