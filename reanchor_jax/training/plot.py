@@ -11,7 +11,7 @@ from typing import Any
 BLUE, ORANGE = "#1b3a5c", "#d1662f"
 """Told apart in gray, too, by their lightness; training loss has no markers, evaluations have."""
 
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,

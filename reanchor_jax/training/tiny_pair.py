@@ -21,6 +21,7 @@ from reanchor_jax.training.answers import Prompt, generate_answers
 from reanchor_jax.training.checkpoints import check_settings
 from reanchor_jax.training.data import read_answers, split_held_out
 from reanchor_jax.training.evaluate import make_decoder
+from reanchor_jax.training.log import OnStep, ignore_step
 from reanchor_jax.training.optimizer import OptimizerConfig
 from reanchor_jax.training.start import Start, new_drafter, new_drafter_config
 from reanchor_jax.training.target_training import MASK_ID, byte_target_config, encode, train_target, windows
@@ -75,7 +76,7 @@ def make_tiny_pair(
     folder: Path,
     *,
     echo: Callable[[str], None] = print,
-    on_step: Callable[[int, float], None] = lambda step, loss: None,
+    on_step: OnStep = ignore_step,
 ) -> None:
     """Trains a pair; a stopped run goes on where it was.
 
