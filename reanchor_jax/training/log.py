@@ -136,7 +136,7 @@ class Log:
         evaluations = sum("held_out" in record for record in self.records)
         if evaluations > self._drawn:
             if not plot.draw(rows, self.folder) and not self._drawn:
-                self.echo("no plot is drawn: matplotlib is not installed; pip install 'reanchor-jax[plot]'")
+                self.echo("no plot is drawn: matplotlib is not installed; pip install matplotlib")
             self._drawn = evaluations
         if self._events is not None:
             self._events.flush()

@@ -58,7 +58,9 @@ def draw(rows: Sequence[Mapping[str, float]], folder: Path) -> bool:
         if points(rows, "tau")[0]:
             taus.plot(*points(rows, "tau"), color=ORANGE, marker="s", markersize=3, label="tau")
         taus.set_ylabel("tokens per round, held-out")
+        end = max(rows[-1]["blocks"], 1)
         for axes in (losses, taus):
+            axes.set_xlim(-0.02 * end, 1.02 * end)  # the same for both, evaluated or not
             axes.set_xlabel("blocks trained")
             axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, borderaxespad=0.3, columnspacing=1.0)

@@ -12,9 +12,7 @@ from reanchor_jax.errors import ReanchorError
 def check_installed() -> None:
     """Raises ReanchorError where event files cannot be written."""
     if importlib.util.find_spec("tensorboardX") is None:
-        raise ReanchorError(
-            "--tensorboard needs tensorboardX, which is not installed; pip install 'reanchor-jax[tensorboard]'"
-        )
+        raise ReanchorError("--tensorboard needs tensorboardX, which is not installed; pip install tensorboardX")
 
 
 class EventFile:
