@@ -48,6 +48,12 @@ def split_axis(network: Target | Drafter, path: str, num_devices: int) -> int | 
     return None if name is None else SPLIT_AXIS[name]
 
 
+def split_spec(network: Target | Drafter, path: tuple, ndim: int, axis: str, num_devices: int) -> PartitionSpec:
+    """How a parameter lies on a mesh, by its key path, or an array whose path ends as a parameter's."""
+    split = split_axis(network, jax.tree_util.keystr(path, simple=True, separator="."), num_devices)
+    return PartitionSpec(*(axis if i == split else None for i in range(ndim)))
+
+
 def place(network: Network, mesh: Mesh, axis: str) -> Network:
     """The network with its weights laid over a mesh axis; see `sharding.shard_pair`."""
     if axis not in mesh.shape:
@@ -57,9 +63,7 @@ def place(network: Network, mesh: Mesh, axis: str) -> Network:
     check_divides(network, mesh.shape[axis])
 
     def lay(path: tuple, leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeStruct:
-        split = split_axis(network, jax.tree_util.keystr(path, simple=True, separator="."), mesh.shape[axis])
-        spec = PartitionSpec(*(axis if i == split else None for i in range(leaf.ndim)))
-        sharding = NamedSharding(mesh, spec)
+        sharding = NamedSharding(mesh, split_spec(network, path, leaf.ndim, axis, mesh.shape[axis]))
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return jax.device_put(leaf, sharding)

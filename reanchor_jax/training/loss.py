@@ -17,6 +17,7 @@ from reanchor_jax.heads import Forced
 from reanchor_jax.target import Target, softcap
 from reanchor_jax.training.blocks import Batch, random_blocks
 from reanchor_jax.training.features import TextFeatures, TopTokens
+from reanchor_jax.training.mesh import num_data_parts
 from reanchor_jax.training.trainable import computing, freeze
 
 CHUNK_ROWS = 512
@@ -111,7 +112,7 @@ def score(factors: Factors, labels: jax.Array) -> Scores:
         _, _, log_total, at_labels, right = _score_chunk(factors, hidden, extra, hard_labels(labels))
         return log_total - at_labels, right
 
-    return Scores(*(_flat(x)[:count] for x in jax.lax.map(score_chunk, chunks)))
+    return Scores(*(from_chunks(x, count) for x in jax.lax.map(score_chunk, chunks)))
 
 
 @jax.custom_vjp
@@ -151,7 +152,7 @@ def _forward(factors: Factors, labels: Labels, weights: jax.Array):
 
     start = (jnp.float32(0), jnp.zeros_like(factors.extra_rows))
     (total, extra_rows_gradient), per_draft = jax.lax.scan(score_chunk, start, chunks)
-    hidden_gradient, extra_gradient, right = (_flat(x)[:count] for x in per_draft)
+    hidden_gradient, extra_gradient, right = (from_chunks(x, count) for x in per_draft)
     return (total, right.astype(jnp.float32)), (hidden_gradient, extra_gradient, extra_rows_gradient)
 
 
@@ -172,19 +173,30 @@ def _score_chunk(factors: Factors, hidden: jax.Array, extra: jax.Array, labels: 
 
 
 def in_chunks(*arrays: jax.Array) -> tuple[tuple[jax.Array, ...], int]:
-    """Arrays [n, ...] as chunks [c, CHUNK_ROWS or fewer, ...] of drafts, and n.
+    """Arrays [n, ...] as chunks [c, CHUNK_ROWS or fewer, ...] of drafts, and n; `from_chunks` is the way back.
 
-    Example: 1,200 drafts become three chunks of 512, the last one padded with zeros.
+    Example: 1,200 drafts become three chunks of 512, the last one padded with zeros. Where the drafts
+    lie on several devices, a chunk has CHUNK_ROWS of each, so that all work on every chunk: 1,200
+    drafts on two devices become two chunks of 600, drafts 0 .. 299 and 600 .. 899 and then the rest.
     """
-    count = arrays[0].shape[0]
-    size = min(count, CHUNK_ROWS)
-    chunks = -(-count // size)
+    count, parts = arrays[0].shape[0], num_data_parts()
+    own = -(-count // parts)  # drafts of a device
+    chunks = -(-own // CHUNK_ROWS)
+    size = min(own, CHUNK_ROWS) if parts == 1 else -(-own // chunks)
 
     def split(x: jax.Array) -> jax.Array:
-        padded = jnp.pad(x, [(0, chunks * size - count)] + [(0, 0)] * (x.ndim - 1))
-        return padded.reshape(chunks, size, *x.shape[1:])
+        padded = jnp.pad(x, [(0, parts * chunks * size - count)] + [(0, 0)] * (x.ndim - 1))
+        by_part = padded.reshape(parts, chunks, size, *x.shape[1:])
+        return by_part.swapaxes(0, 1).reshape(chunks, parts * size, *x.shape[1:])
 
     return tuple(split(x) for x in arrays), count
+
+
+def from_chunks(x: jax.Array, count: int) -> jax.Array:
+    """Chunks [c, size, ...] of `in_chunks` as [n, ...] again."""
+    parts = num_data_parts()
+    by_part = x.reshape(x.shape[0], parts, x.shape[1] // parts, *x.shape[2:]).swapaxes(0, 1)
+    return _flat(_flat(by_part))[:count]
 
 
 def _flat(x: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ from reanchor_jax.cache import init_target_cache
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.target import Target
 from reanchor_jax.training.blocks import block_hidden
-from reanchor_jax.training.loss import Factors, draft_logits, in_chunks, make_factors, make_vocab
+from reanchor_jax.training.loss import Factors, draft_logits, from_chunks, in_chunks, make_factors, make_vocab
 from reanchor_jax.training.optimizer import OptimizerConfig, make_optimizer, update
 from reanchor_jax.training.rollout import Rollout
 from reanchor_jax.training.step import TrainState
@@ -118,7 +118,7 @@ def divergences(factors: Factors, target: Target, target_hidden: jax.Array, forw
         hidden, extra, target_hidden, forward = chunk
         return divergence(target.logits(target_hidden), draft_logits(factors, hidden, extra)[0], forward)
 
-    return jax.lax.map(of_chunk, chunks).reshape(-1)[:count]
+    return from_chunks(jax.lax.map(of_chunk, chunks), count)
 
 
 def discard_weights(block_size: int, gamma: float) -> jax.Array:

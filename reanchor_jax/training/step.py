@@ -13,6 +13,7 @@ from reanchor_jax.training.blocks import Batch
 from reanchor_jax.training.evaluate import HeldOut, held_out_sums
 from reanchor_jax.training.features import TextFeatures
 from reanchor_jax.training.loss import Vocab, block_loss
+from reanchor_jax.training.mesh import keep_split
 from reanchor_jax.training.optimizer import OptimizerConfig, make_optimizer, update
 from reanchor_jax.training.trainable import computing, is_trained
 
@@ -28,7 +29,7 @@ class TrainState(NamedTuple):
 def init_optimizer(drafter: Drafter, *, optimizer: OptimizerConfig, freeze_backbone: bool = False) -> Any:
     """Moments of the drafter's trained parameters, and of nothing else."""
     params: Any = drafter  # optax names no modules among its pytrees
-    return make_optimizer(optimizer, is_trained(drafter, freeze_backbone)).init(params)
+    return keep_split(make_optimizer(optimizer, is_trained(drafter, freeze_backbone)).init(params), drafter)
 
 
 @partial(
@@ -56,7 +57,7 @@ def train_step(
     loss, gradient = jax.value_and_grad(loss_of)(state.drafter, target, vocab, batch, text, key)
     transform = make_optimizer(optimizer, is_trained(state.drafter, freeze_backbone))
     drafter, opt_state = update(transform, gradient, state.opt_state, state.drafter)
-    return TrainState(drafter, opt_state), loss
+    return keep_split(TrainState(drafter, opt_state), state.drafter), loss
 
 
 @partial(jax.jit, static_argnames=("num_anchors", "gamma"))
