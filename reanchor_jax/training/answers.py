@@ -20,6 +20,7 @@ from reanchor_jax.target import Target
 from reanchor_jax.tokenizer import ChatTokenizer
 from reanchor_jax.training.data import read_jsonl, token_ids
 from reanchor_jax.training.evaluate import PROMPT_STEP
+from reanchor_jax.training.mesh import split_texts
 
 
 class Prompt(NamedTuple):
@@ -95,7 +96,7 @@ def generate_answers(
             # Missing rows have a limit of one token, which prefill already gives.
             limits = np.where(np.arange(num_rows) < len(batch), max_new_tokens, 1).astype(np.int32)
             keys = jax.vmap(jax.random.key)(np.resize(np.array(batch, np.int32), num_rows))
-            tokens, counts = jax.device_get(run(target, ids, lens, limits, keys))
+            tokens, counts = jax.device_get(run(target, *split_texts((ids, lens, limits, keys))))
             for row, i in enumerate(batch):
                 answer = {
                     "index": i,

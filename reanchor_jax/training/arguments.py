@@ -13,6 +13,7 @@ from reanchor_jax.config import DominoConfig, DSparkConfig, HeadConfig, MarkovHe
 from reanchor_jax.default_pair import DEFAULT_PAIR
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.training.draft_opd import DraftOPDConfig
+from reanchor_jax.training.mesh import MeshShape, check_rows, mesh_shape
 from reanchor_jax.training.optimizer import OptimizerConfig
 from reanchor_jax.training.run import TrainConfig
 from reanchor_jax.training.start import Start
@@ -71,6 +72,7 @@ class Options:
     mask_token_id: int | None
     target_layer_ids: tuple[int, ...] | None
     features: Path | None
+    mesh: MeshShape | None
     compute_dtype: str
     """Of the target, and of the drafter's forward and backward."""
     head: HeadConfig | None
@@ -108,6 +110,9 @@ def parse(argv: Sequence[str] | None) -> Options | tuple[TinyPairConfig, Path]:
         raise ReanchorError("expected either --prompts FILE.jsonl or --answers FILE.jsonl; give one of them")
     flags["head"] = _head(flags)
     flags |= {name: value for name, value in _DEFAULTS.items() if flags[name] is None}
+    if flags["mesh"] is not None:
+        for name in ("rows", "answer_rows"):
+            check_rows(flags[name], flags["mesh"].data, f"--{name.replace('_', '-')}")
     steps, warmup, accumulate = (flags.pop(name) for name in ("steps", "warmup", "accumulate"))
     optimizer = OptimizerConfig(
         steps=steps,
@@ -139,6 +144,8 @@ def _check_draft_opd(flags: dict[str, Any]) -> None:
     """Raises ReanchorError for flags that do not go with the recipe; fills in its own defaults."""
     if flags["init"] is None:
         raise ReanchorError("--recipe draft-opd goes on from a drafter; name it with --init")
+    if flags["mesh"] is not None:
+        raise ReanchorError("--mesh does not go with --recipe draft-opd, which runs on one device; leave it out")
     if flags["head"] is not None:
         raise ReanchorError("--head does not go with --recipe draft-opd; leave it out, or train the head first")
     if flags["distill"]:
@@ -186,7 +193,7 @@ def _recipe(flags: dict[str, Any]) -> tuple[TinyPairConfig, Path]:
         "start": "start",
     }  # fmt: skip
     other = ("mask_token_id", "train_vocab", "warmup", "held_out_answers", "head", "rank", "gru", "markov", "features")
-    for name in ("prompts", "answers", "init", "accumulate", "compute_dtype", *other, "freeze_backbone", "tensorboard"):
+    for name in ("prompts", "answers", "init", "accumulate", "compute_dtype", "mesh", *other, "freeze_backbone", "tensorboard"):
         if flags[name] is not None and flags[name] is not False:
             raise ReanchorError(f"--{name.replace('_', '-')} does not go with --recipe tiny-pair; leave it out")
     given = {field: flags[name] for name, field in names.items() if flags[name] is not None}
@@ -251,6 +258,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--weight-decay", type=number, default=0.01, metavar="W", help="of matrices (default %(default)s)")
     gamma_help = f"draft k has weight exp(-(k - 1) / G) (default {d['gamma']:g}); draft-opd: G^(k - 1) if discarded"
     add("--gamma", type=_above_0, metavar="G", help=gamma_help)
+    mesh_help = "devices to split over: texts of a step over DATA of them, weights over MODEL (default: one device)"
+    add("--mesh", type=mesh_shape, metavar="DATAxMODEL", help=mesh_help)
     dtype_help = "of the target, and of the drafter's forward and backward (default float32): weights stay float32"
     add("--compute-dtype", choices=("float32", "bfloat16"), help=dtype_help)
     add("--train-vocab", type=whole(2), metavar="V", help="score the V most frequent answer tokens only")

@@ -34,6 +34,7 @@ from reanchor_jax.errors import ReanchorError
 from reanchor_jax.target import Target, forward_text
 from reanchor_jax.training.blocks import Batch
 from reanchor_jax.training.checkpoints import check_settings
+from reanchor_jax.training.mesh import num_data_parts, split_texts
 
 SCALE_BATCHES = 4
 """Batches that the scale is measured on."""
@@ -70,8 +71,13 @@ def texts_forward(
         probs = jnp.exp(top - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
         return features, TopTokens(ids.astype(jnp.int32), probs)
 
-    # One after another: logits of a whole vocabulary exist for one text at a time.
-    return jax.lax.map(one_text, tokens)
+    # One after another: logits of a whole vocabulary exist for one text at a time, on each device.
+    parts = num_data_parts()
+    if parts == 1:
+        return jax.lax.map(one_text, tokens)
+    by_part = tokens.reshape(parts, -1, tokens.shape[1]).swapaxes(0, 1)  # 8 texts on 4 devices: 0 2 4 6, then 1 3 5 7
+    output = jax.lax.map(jax.vmap(one_text), by_part)
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(tokens.shape[0], *x.shape[2:]), output)
 
 
 class FeatureSource:
@@ -127,7 +133,7 @@ class FeatureSource:
 
     def __call__(self, batch: Batch) -> TextFeatures:
         """Scaled features and top tokens of a batch."""
-        padded = self._padded(batch)
+        padded = split_texts(self._padded(batch))
         return padded._replace(features=_scaled(padded.features, self.scale))
 
     def _padded(self, batch: Batch) -> TextFeatures:
@@ -147,7 +153,7 @@ class FeatureSource:
 
     def _write(self, batch: Batch) -> None:
         """Computes the whole batch, whatever part of it is there, so that its programs stay few."""
-        features, top = jax.device_get(texts_forward(self._target, batch.tokens, **self._settings))
+        features, top = jax.device_get(texts_forward(self._target, split_texts(batch.tokens), **self._settings))
         for row, text in enumerate(_texts(batch)):
             path, real = self._path(text), slice(0, len(text))
             if path.exists():

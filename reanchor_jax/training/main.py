@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 
 from reanchor_jax.checkpoint import load_drafter, load_target
@@ -19,6 +21,7 @@ from reanchor_jax.training.answers import Prompt, generate_answers, read_prompts
 from reanchor_jax.training.arguments import Options, parse
 from reanchor_jax.training.data import Text, read_answers, split_held_out
 from reanchor_jax.training.draft_opd import DraftOPDConfig, draft_opd
+from reanchor_jax.training.mesh import make_mesh
 from reanchor_jax.training.progress import progress
 from reanchor_jax.training.start import new_drafter, new_drafter_config, with_head
 from reanchor_jax.training.tiny_pair import make_tiny_pair
@@ -34,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     options = parse(argv)
     if isinstance(options, Options):
-        _train(options)
+        with nullcontext() if options.mesh is None else jax.set_mesh(make_mesh(options.mesh)):
+            _train(options)
     else:
         config, folder = options
         with progress("drafter", config.steps) as (on_step, echo):
@@ -44,7 +48,8 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _train(options: Options) -> None:
     source = target_source(options.target)
-    target = load_target(source, dtype=jnp.dtype(options.compute_dtype), revision=options.revision)
+    mesh = None if options.mesh is None else jax.sharding.get_mesh()  # no device ever holds more than its part
+    target = load_target(source, dtype=jnp.dtype(options.compute_dtype), revision=options.revision, mesh=mesh)
     if options.init is not None:
         drafter = load_drafter(drafter_source(options.init), dtype=jnp.float32)
         check_pair(target, drafter)

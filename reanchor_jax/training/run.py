@@ -29,6 +29,7 @@ from reanchor_jax.training.evaluate import HeldOut, make_decoder, summary
 from reanchor_jax.training.features import FeatureSource, fold_scale
 from reanchor_jax.training.log import Log, OnStep
 from reanchor_jax.training.loss import make_vocab
+from reanchor_jax.training.mesh import split_texts
 from reanchor_jax.training.optimizer import OptimizerConfig, learning_rate
 from reanchor_jax.training.step import TrainState, evaluate_batch, init_optimizer
 from reanchor_jax.training.trainable import computing, is_trained
@@ -234,7 +235,7 @@ class Run(abc.ABC):
     def held_out_blocks(self) -> Iterator[tuple[Batch, Any, jax.Array]]:
         """Held-out batches, their features, and keys for anchors that never change."""
         for i, batch in enumerate(self.held_out_batches):
-            yield batch, self.features(batch).features, jax.random.fold_in(jax.random.key(0), i)
+            yield split_texts(batch), self.features(batch).features, jax.random.fold_in(jax.random.key(0), i)
 
     def evaluate(self) -> dict[str, Any]:
         """Held-out sums at fixed anchors, and tau of real decoding."""

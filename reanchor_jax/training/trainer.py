@@ -16,6 +16,7 @@ from reanchor_jax.training.data import Text, batch_index, digest, frequent_token
 from reanchor_jax.training.features import FeatureSource
 from reanchor_jax.training.log import OnStep, ignore_step
 from reanchor_jax.training.loss import Vocab, make_vocab
+from reanchor_jax.training.mesh import check_rows, num_data_parts, place_network, split_texts
 from reanchor_jax.training.run import Run, TrainConfig, check_anchors, check_start
 from reanchor_jax.training.step import train_step
 
@@ -38,7 +39,8 @@ def train(
     `folder` gets `train.json` (settings), `log.jsonl`, `checkpoints/`, and two drafters in
     their kind's format: `drafter/`, written with each checkpoint, and `best/`, the one of the highest
     held-out proxy tau. On CPU a resumed run gives bit for bit the parameters of one that was
-    never stopped.
+    never stopped. Under `jax.set_mesh` (see `mesh`) texts and weights are split; the run is the same but
+    for rounding, and may be resumed on another mesh or on none.
 
     Args:
       target: frozen; float32 on CPU.
@@ -57,11 +59,13 @@ def train(
       The drafter, for the target's own features.
 
     Raises:
-      ReanchorError: settings that do not fit, or a run of other settings in `folder`.
+      ReanchorError: settings that do not fit, what the mesh does not divide, or a run of other settings in `folder`.
       KeyboardInterrupt: after SIGINT or SIGTERM, once the last step's checkpoint is written.
     """
     config.optimizer.validate()
     check_start(target, start, config.freeze_backbone)
+    check_rows(config.num_rows, num_data_parts())
+    target, start = place_network(target), place_network(start)
     batches = make_batches(texts, config.num_rows, config.seed)
     held_out_batches = make_batches(held_out, config.num_rows, 0)
     check_anchors(config.num_anchors, [*batches, *held_out_batches])
@@ -95,7 +99,7 @@ class _Run(Run):
         config = self.config
         index = batch_index(number, len(self.batches), config.seed)
         batch, key = self.batches[index], jax.random.fold_in(self.key, number)
-        inputs = (self.state, self.target, self.vocab, batch, self.features(batch), key)
+        inputs = (self.state, self.target, self.vocab, split_texts(batch), self.features(batch), key)
         labels = {"num_anchors": config.num_anchors, "gamma": config.gamma, "distill": config.distill}
         self.state, loss = train_step(*inputs, **self.settings, **labels)
         return {"loss": loss}
