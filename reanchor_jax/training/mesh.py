@@ -55,11 +55,11 @@ def make_mesh(shape: MeshShape) -> Mesh:
     return jax.make_mesh(tuple(shape), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2, devices=devices[:needed])
 
 
-def check_rows(num_rows: int, num_parts: int) -> None:
-    """Raises ReanchorError where the texts of a step cannot be split evenly."""
+def check_rows(num_rows: int, num_parts: int, flag: str = "--rows") -> None:
+    """Raises ReanchorError where texts cannot be split evenly."""
     if num_rows % num_parts:
         raise ReanchorError(
-            f"--rows is {num_rows}; expected a multiple of {num_parts}, the devices that --mesh splits texts over"
+            f"{flag} is {num_rows}; expected a multiple of {num_parts}, the devices that --mesh splits texts over"
         )
 
 
