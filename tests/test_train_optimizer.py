@@ -12,12 +12,12 @@ import pytest
 
 from reanchor_jax.config import DominoConfig, DSparkConfig, HeadConfig, LMHeadConfig
 from reanchor_jax.errors import ReanchorError
-from reanchor_jax.pair import Pair
+from reanchor_jax.training.checkpoints import Checkpoints
 from reanchor_jax.training.data import Text, make_batches
 from reanchor_jax.training.features import TextFeatures, TopTokens
 from reanchor_jax.training.loss import block_loss, make_vocab
 from reanchor_jax.training.optimizer import OptimizerConfig, make_optimizer, update
-from reanchor_jax.training.trainer import TrainConfig, train
+from reanchor_jax.training.step import TrainState, init_optimizer, train_step
 from tests.tiny import make_pair
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -74,37 +74,34 @@ def texts(count: int) -> list[Text]:
     return [Text(tuple(rng.integers(0, 15, 5).tolist()), tuple(rng.integers(0, 15, 30).tolist())) for _ in range(count)]
 
 
-@pytest.fixture(scope="module")
-def pair() -> Pair:
-    return make_pair(6)
+def test_resume_between_two_updates_is_bit_for_bit(tmp_path: Path):
+    """A checkpoint of step 4, one step into the second update of three."""
+    optimizer = OptimizerConfig(steps=6, learning_rate=3e-3, warmup=0, accumulate=3)
+    pair, checkpoints = make_pair(6), Checkpoints(tmp_path)
+    batches = make_batches(texts(4), 2, 0)
+    features = np.random.default_rng(3).normal(size=(2, 128, 64)).astype(np.float32)
+    text = TextFeatures(features, TopTokens(np.zeros((2, 128, 0), np.int32), np.zeros((2, 128, 0), np.float32)))
 
+    def steps(state: TrainState, numbers: range) -> TrainState:
+        for number in numbers:
+            inputs = (pair.target, make_vocab(16, None), batches[number % 2], text, jax.random.key(number))
+            state, _ = train_step(state, *inputs, optimizer=optimizer, num_anchors=4, gamma=4.0)
+        return state
 
-def run(pair: Pair, folder: Path, on_step=lambda step, loss: None):
-    config = TrainConfig(
-        optimizer=OptimizerConfig(steps=6, learning_rate=3e-3, warmup=0, accumulate=3),
-        num_rows=2, num_anchors=4, log_every=1, eval_every=10**6, checkpoint_every=2, tau_prompts=0,
-    )  # fmt: skip
-    rows = texts(9)
-    return train(pair.target, pair.drafter, rows[2:], rows[:2], config, folder, echo=lambda _: None, on_step=on_step)
-
-
-def test_resume_between_two_updates_is_bit_for_bit(pair: Pair, tmp_path: Path):
-    whole = run(pair, tmp_path / "whole")
-
-    class Killed(BaseException):
-        pass
-
-    def kill(step: int, _: float) -> None:
-        if step == 5:
-            raise Killed
-
-    with pytest.raises(Killed):
-        run(pair, tmp_path / "killed", on_step=kill)
-    seen = []
-    resumed = run(pair, tmp_path / "killed", on_step=lambda step, _: seen.append(step))
-    assert seen == [5, 6]  # from the checkpoint of step 4, one step into the second update
+    state = TrainState(pair.drafter, init_optimizer(pair.drafter, optimizer=optimizer))
+    state = steps(jax.tree.map(jnp.copy, state), range(4))
+    checkpoints.save(4, state)
+    restored = checkpoints.restore(4, state)
+    checkpoints.close()
+    whole, resumed = (jax.device_get(steps(start, range(4, 6))) for start in (state, restored))
     for got, want in zip(jax.tree.leaves(resumed), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(got, want)
+    assert all(
+        np.any(a != b) for a, b in zip(jax.tree.leaves(whole.drafter), jax.tree.leaves(pair.drafter), strict=True)
+    )
+    assert sum(leaf.size for leaf in jax.tree.leaves(whole.opt_state) if leaf.ndim) == 3 * sum(
+        leaf.size for leaf in jax.tree.leaves(pair.drafter)
+    )
 
 
 @pytest.mark.parametrize(
