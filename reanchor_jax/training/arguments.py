@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -15,6 +16,7 @@ from reanchor_jax.errors import ReanchorError
 from reanchor_jax.training.draft_opd import DraftOPDConfig
 from reanchor_jax.training.mesh import MeshShape, check_rows, mesh_shape
 from reanchor_jax.training.optimizer import OptimizerConfig
+from reanchor_jax.training.recipe_file import read_recipe, recipe_flags
 from reanchor_jax.training.run import TrainConfig
 from reanchor_jax.training.start import Start
 from reanchor_jax.training.tensorboard import check_installed
@@ -43,6 +45,9 @@ _DEFAULTS = {
 
 _DRAFT_OPD = {"steps": 400, "learning_rate": 1e-4, "gamma": 0.9}
 """Other defaults of the recipe draft-opd."""
+
+_BUILT_IN = ("tiny-pair", "draft-opd")
+"""Recipes that are more than flags; the others are files."""
 
 _OF_RECIPE = {
     **{name: "tiny-pair" for name in ("text", "model_type", "target_steps")},
@@ -88,8 +93,13 @@ def parse(argv: Sequence[str] | None) -> Options | tuple[TinyPairConfig, Path]:
       ReanchorError: an unknown flag, a value outside its range, flags that exclude each other.
       SystemExit: after `--help`, with code 0.
     """
-    parser = _parser()
+    parser = make_parser()
+    argv = sys.argv[1:] if argv is None else argv
     flags = vars(parser.parse_args(argv))
+    if flags["recipe"] not in (None, *_BUILT_IN):
+        # The file's flags stand before the command line's, which therefore win.
+        flags = vars(parser.parse_args([*recipe_flags(read_recipe(flags["recipe"]), parser), *argv]))
+        flags["recipe"] = None
     recipe = flags.pop("recipe")
     if flags["tensorboard"]:
         check_installed()
@@ -202,7 +212,8 @@ def _recipe(flags: dict[str, Any]) -> tuple[TinyPairConfig, Path]:
     return config, flags["out"]
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's parser."""
     parser = Parser(
         prog="python -m reanchor_jax.train",
         description="Trains a drafter for a target, from prompts or from the target's own answers.",
@@ -281,8 +292,9 @@ def _parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("recipe").add_argument
     recipe_help = """tiny-pair: a byte-level target and its drafter from nothing, in minutes; of the flags above only
-    those of shape. draft-opd: the drafter of --init learns from its own drafts"""
-    add("--recipe", choices=("tiny-pair", "draft-opd"), help=recipe_help)
+    those of shape. draft-opd: the drafter of --init learns from its own drafts. FILE.toml, or the name of one in
+    the package: flags, of which the command line's own win"""
+    add("--recipe", metavar="RECIPE", help=recipe_help)
     add("--text", type=Path, metavar="FILE", help="text to learn (default: synthetic documents)")
     add("--model-type", choices=("qwen3", "llama"), help="of the target (default qwen3)")
     add("--target-steps", type=whole(1), metavar="N", help="training steps of the target (default 420)")

@@ -115,9 +115,10 @@ def random_blocks(
       batch: R texts.
       features: [R, T, C*D] the target's features of the texts.
       key: PRNG key of the anchors.
-      num_anchors: K (static).
+      num_anchors: K (static); in a batch of shorter texts, their padded length is.
     """
     num_rows, size = batch.tokens.shape
+    num_anchors = min(num_anchors, size)
 
     def one_text(key, tokens, features, prompt_len, length):
         anchors = sample_anchors(key, prompt_len, length, size, num_anchors)

@@ -48,7 +48,7 @@ class TrainConfig:
     num_rows: int = 4
     """R: texts of a step."""
     num_anchors: int = 16
-    """K: blocks of a text and step."""
+    """K: blocks of a text and step at most."""
     gamma: float = 4.0
     """Draft k has weight exp(-(k - 1) / gamma)."""
     train_vocab: int | None = None
@@ -93,10 +93,10 @@ def check_start(target: Target, start: Drafter, freeze_backbone: bool) -> None:
 
 
 def check_anchors(num_anchors: int, batches: Sequence[Batch]) -> None:
-    """Raises ReanchorError where a text cannot have so many anchors."""
-    smallest = min(batch.tokens.shape[1] for batch in batches)
-    if not 1 <= num_anchors <= smallest:
-        raise ReanchorError(f"--anchors is {num_anchors}; expected 1 to {smallest}, the shortest padded text")
+    """Raises ReanchorError where no text can have so many anchors; shorter texts have fewer."""
+    largest = max(batch.tokens.shape[1] for batch in batches)
+    if not 1 <= num_anchors <= largest:
+        raise ReanchorError(f"--anchors is {num_anchors}; expected 1 to {largest}, the longest padded text")
 
 
 class Run(abc.ABC):
