@@ -20,6 +20,7 @@ from reanchor_jax.training.log import COLUMNS, Log, csv_text, scalars, table
 from reanchor_jax.training.main import main
 from reanchor_jax.training.optimizer import OptimizerConfig, learning_rate
 from reanchor_jax.training.progress import plain_line, progress, status
+from reanchor_jax.training.run import Run
 from reanchor_jax.training.trainer import train
 from tests.test_train_run import config, random_texts
 from tests.tiny import make_pair
@@ -187,7 +188,7 @@ def test_progress(is_terminal: bool):
     ]
 
 
-def test_a_run_that_was_killed_has_every_step_once(tmp_path: Path):
+def test_a_run_that_was_killed_has_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pair, texts = make_pair(4), random_texts(4)
     settings = config(5, num_anchors=4, eval_every=2, checkpoint_every=2, tensorboard=True)
 
@@ -203,9 +204,14 @@ def test_a_run_that_was_killed_has_every_step_once(tmp_path: Path):
     )
     with pytest.raises(Killed):
         run(on_step=kill)
-    (tmp_path / "curve.png").unlink()
     seen = []
-    run(on_step=lambda step, latest: seen.append((step, latest["proxy_tau"] >= 1, "tau" in latest)))
+    note = lambda step, latest: seen.append((step, latest["proxy_tau"] >= 1, "tau" in latest))
+    with monkeypatch.context() as patch, pytest.raises(Killed):  # between checkpoint 4 and its evaluation
+        patch.setattr(Run, "evaluate", lambda self: kill(3, self))
+        run(on_step=note)
+    assert not rows_of(tmp_path)[-1]["held_out_loss"]
+    (tmp_path / "curve.png").unlink()
+    run(on_step=note)
     assert seen == [(step, True, False) for step in (3, 4, 5)]
     rows = rows_of(tmp_path)
     assert [row["step"] for row in rows] == ["1", "2", "3", "4", "5"]

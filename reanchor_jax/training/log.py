@@ -129,6 +129,10 @@ class Log:
         self.latest |= scalars(record)
         self._to_events(record)
 
+    def is_evaluated(self, step: int) -> bool:
+        """Whether an evaluation after `step` steps is there."""
+        return any(record["step"] == step and "held_out" in record for record in self.records)
+
     def publish(self) -> None:
         """Writes log.csv, and the plot where there is a new evaluation."""
         rows = table(self.records, self.blocks_per_step)

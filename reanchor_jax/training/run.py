@@ -160,33 +160,37 @@ class Run(abc.ABC):
     def loop(self, on_step: OnStep) -> Drafter:
         """Steps until the end or a signal."""
         config, steps = self.config, self.config.optimizer.steps
-        since, first, seen, loss = time.monotonic(), self.done, [], float("nan")
         with _signals() as stopped:
-            if config.eval_first and not self.done:
-                self.report(loss)
-                since = time.monotonic()
+            # A run that was killed between a checkpoint and its evaluation has the latter still before it.
+            if self.evaluation_is_due() and not self.log.is_evaluated(self.done):
+                self.report()
+            since, first, seen = time.monotonic(), self.done, []
             while self.done < steps and not stopped:
                 seen.append(self.step(self.done))
                 self.done += 1
                 if self.done % config.log_every == 0 or self.done == steps:
                     rows = jax.device_get(seen)
                     means = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
-                    loss, seconds = means["loss"], time.monotonic() - since
-                    rate = (self.done - first) * self.blocks_per_step / seconds
+                    rate = (self.done - first) * self.blocks_per_step / (time.monotonic() - since)
                     reached = {"learning_rate": learning_rate(config.optimizer, self.done - 1)}
                     self.log.append({"step": self.done, **means, **reached, "blocks_per_second": round(rate, 2)})
                     since, first, seen = time.monotonic(), self.done, []
                 on_step(self.done, self.log.latest)
-                ends = self.done == steps
-                if self.done % config.checkpoint_every == 0 or ends:
+                if self.done % config.checkpoint_every == 0 or self.done == steps:
                     self.save()
-                if self.done % config.eval_every == 0 or ends:
-                    self.report(loss)
+                if self.evaluation_is_due():
+                    self.report()
                     since, first, seen = time.monotonic(), self.done, []
         if stopped:
             self.save()
             raise KeyboardInterrupt
         return self.exported()
+
+    def evaluation_is_due(self) -> bool:
+        """Whether there is an evaluation after the steps that are done."""
+        if not self.done:
+            return self.config.eval_first
+        return self.done % self.config.eval_every == 0 or self.done == self.config.optimizer.steps
 
     def drafter(self) -> Drafter:
         """The drafter for the target's own features."""
@@ -217,12 +221,13 @@ class Run(abc.ABC):
         save_drafter(self.exported(), self.folder / "drafter")
         self.log.publish()
 
-    def report(self, loss: float) -> None:
+    def report(self) -> None:
         """Evaluates, logs, and keeps the drafter if it is the best so far."""
         result = self.evaluate()
         self.log.append({"step": self.done, "held_out": result})
         self.log.publish()
         tau = f", tau {result['tau']:.3f}" if "tau" in result else ""
+        loss = self.log.latest.get("loss", float("nan"))
         self.echo(
             f"step {self.done} of {self.config.optimizer.steps}: loss {loss:.3f}, held-out {result['loss']:.3f}, "
             f"accuracy {' '.join(f'{a:.2f}' for a in result['accuracy'][:4])} .., "
