@@ -203,7 +203,8 @@ def _recipe(flags: dict[str, Any]) -> tuple[TinyPairConfig, Path]:
         "start": "start",
     }  # fmt: skip
     other = ("mask_token_id", "train_vocab", "warmup", "held_out_answers", "head", "rank", "gru", "markov", "features")
-    for name in ("prompts", "answers", "init", "accumulate", "compute_dtype", "mesh", *other, "freeze_backbone", "tensorboard"):
+    more = ("accumulate", "compute_dtype", "mesh", "freeze_backbone", "tensorboard")
+    for name in ("prompts", "answers", "init", *other, *more):
         if flags[name] is not None and flags[name] is not False:
             raise ReanchorError(f"--{name.replace('_', '-')} does not go with --recipe tiny-pair; leave it out")
     given = {field: flags[name] for name, field in names.items() if flags[name] is not None}

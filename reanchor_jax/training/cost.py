@@ -25,6 +25,7 @@ from reanchor_jax.drafter import Drafter
 from reanchor_jax.target import Target
 from reanchor_jax.training.arguments import make_parser
 from reanchor_jax.training.loss import CHUNK_ROWS
+from reanchor_jax.training.mesh import check_rows
 from reanchor_jax.training.recipe_file import read_recipe, recipe_flags
 from reanchor_jax.training.start import new_drafter_config
 
@@ -57,16 +58,12 @@ def read_run(source: str) -> Run:
     parser = make_parser()
     flags = parser.parse_args([*recipe_flags(recipe, parser), "--out=."])
     data, devices = recipe.section("data"), recipe.section("devices")
-    counts = {name: data.integer(name, 1, 1 << 40) for name in ("texts", "prompt_len", "answer_len", "epochs")}
-    counts["accelerators"] = devices.integer("accelerators", 1, 1 << 20)
-    rates = {name: devices.number(name, above=0, below=1e20) for name in ("train_rate", "answer_rate")}
-    data.finish()
-    devices.finish()
     target = target_config(recipe.section("config"))
-    needed = ("layers", "block_size", "mask_token_id", "rows", "anchors", "steps")
+    needed = ("layers", "block_size", "mask_token_id", "rows", "anchors", "accumulate", "mesh", "compute_dtype")
     for name in needed:
         if getattr(flags, name) is None:
-            raise recipe.section("train").fail(name, None, "a number: the cost depends on it")
+            raise recipe.section("train").fail(name, None, "a value: the cost depends on it")
+    check_rows(flags.rows, flags.mesh.data)
     abstract = jax.eval_shape(lambda: Target(target, dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(0)))
     drafter = new_drafter_config(
         abstract,
@@ -75,7 +72,22 @@ def read_run(source: str) -> Run:
         mask_token_id=flags.mask_token_id,
         target_layer_ids=flags.target_layer_ids,
     )
-    return Run(flags, **counts, **rates, target=target, drafter=drafter)
+    most = 1 << 40
+    run = Run(
+        flags=flags,
+        texts=data.integer("texts", 1, most),
+        prompt_len=data.integer("prompt_len", 1, most),
+        answer_len=data.integer("answer_len", 1, most),
+        epochs=data.integer("epochs", 1, most),
+        accelerators=devices.integer("accelerators", 1, most),
+        train_rate=devices.number("train_rate", above=0, below=1e20),
+        answer_rate=devices.number("answer_rate", above=0, below=1e20),
+        target=target,
+        drafter=drafter,
+    )
+    data.finish()
+    devices.finish()
+    return run
 
 
 class Sizes(NamedTuple):
@@ -129,7 +141,6 @@ def cost_of(run: Run) -> Cost:
     # (`fc`: two), the rows of the LM head neither (drafts: two).
     drafts = flags.anchors * (d.block_size - 1)
     of_text = length * (2 * 2 * fc + 3 * 2 * drafter.keys_values) + 3 * slots * block + 2 * drafts * 2 * trained_head
-    accumulate = flags.accumulate or 1
     steps = -(-run.texts // flags.rows) * run.epochs
     num_top = flags.num_top if flags.distill else 0
     kept = len(d.target_layer_ids) * d.layer.hidden_size * jnp.dtype(flags.feature_dtype).itemsize + num_top * 6
@@ -139,7 +150,7 @@ def cost_of(run: Run) -> Cost:
         training=run.texts * run.epochs * of_text,
         cache_bytes=tokens * kept,
         device_bytes=device_bytes(run, target, drafter),
-        steps=steps // accumulate * accumulate,
+        steps=steps // flags.accumulate * flags.accumulate,
     )
 
 
@@ -149,17 +160,21 @@ def device_bytes(run: Run, target: Sizes, drafter: Sizes) -> dict[str, float]:
     Residuals are an estimate of what the backward pass keeps: 16 bytes a score of attention (float32
     scores and weights, and their rounded copies) and 48 D + 24 F bytes a block token and layer. XLA's
     own count for the step of qwen3-4b on one device, one text, is 23.7 GB at 128 anchors and
-    42.2 GB at 256 beside the arguments (compiled for a CPU); this one says 23.3 and 43.0.
+    42.2 GB at 256 beside the arguments (compiled for a CPU); this one is 24.2 and 44.1.
     """
     flags, d = run.flags, run.drafter
-    data, model = flags.mesh or (1, 1)
-    rows, layer = -(-flags.rows // data), d.layer
-    width = jnp.dtype(flags.compute_dtype or "float32").itemsize
-    accumulated = 4 if (flags.accumulate or 1) > 1 else 0
+    data, model = flags.mesh
+    rows, layer = flags.rows // data, d.layer
+    width = jnp.dtype(flags.compute_dtype).itemsize
+    accumulated = 4 if flags.accumulate > 1 else 0
     copy = width if width < 4 else 0
     scores = 16 * layer.num_heads * (flags.max_len + d.num_slots)
-    residuals = rows * flags.anchors * d.num_slots * d.num_layers * (
-        scores + 48 * layer.hidden_size + 24 * layer.intermediate_size
+    residuals = (
+        rows
+        * flags.anchors
+        * d.num_slots
+        * d.num_layers
+        * (scores + 48 * layer.hidden_size + 24 * layer.intermediate_size)
     )
     features = rows * flags.max_len * len(d.target_layer_ids) * layer.hidden_size * (4 + width)
     logits = 3 * CHUNK_ROWS * d.vocab_size * 4
@@ -177,12 +192,12 @@ def report(run: Run) -> list[str]:
     """The lines that the command prints, and that the recipes in the package hold as comments."""
     flags, cost = run.flags, cost_of(run)
     target, drafter = sizes(Target, run.target), sizes(Drafter, run.drafter)
-    tokens, batch = run.texts * run.text_len, flags.rows * (flags.accumulate or 1)
+    tokens, batch = run.texts * run.text_len, flags.rows * flags.accumulate
     memory = cost.device_bytes
-    parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in memory.items())
+    parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in memory.items() if size)
     rate = run.accelerators * run.train_rate
     hours = [cost.answers / (run.accelerators * run.answer_rate), cost.features / rate, cost.training / rate]
-    answers, features, training = (f"{seconds / 3600:,.0f}" for seconds in hours)
+    answers, features, training = (f"{seconds / 3600:,.1f}" for seconds in hours)
     return [
         f"tokens: {run.texts:,} texts of {run.prompt_len} + {run.answer_len} = {tokens / 1e9:.3f}e9",
         f"target: {target.all:,} parameters, {target.layers:,} of them in its layers' matrices",
@@ -191,10 +206,11 @@ def report(run: Run) -> list[str]:
         f"features: {cost.features:.2e} FLOPs of the target",
         f"training: {cost.training:.2e} FLOPs of the drafter: {run.epochs} epochs, {flags.anchors} blocks of "
         f"{run.drafter.block_size} a text",
-        f"steps: {cost.steps:,} of {flags.rows} texts, {cost.steps // (flags.accumulate or 1):,} updates of {batch}",
+        f"steps: {cost.steps:,} of {flags.rows} texts, {cost.steps // flags.accumulate:,} updates of {batch}",
         f"feature cache: {cost.cache_bytes / 1e12:.2f} TB, {cost.cache_bytes // tokens:,} bytes a token",
-        f"memory of a device: {sum(memory.values()) / 1e9:.1f} GB: {parts}",
-        f"hours on {run.accelerators} accelerators: answers {answers} at {run.answer_rate:.0e} FLOP/s each, "
+        f"memory of a device, {flags.mesh.data}x{flags.mesh.model}: {sum(memory.values()) / 1e9:.1f} GB",
+        f"  of them {parts}",
+        f"hours on {run.accelerators} accelerators: answers {answers} at {run.answer_rate:.0e} FLOP/s of each, "
         f"features {features} and training {training} at {run.train_rate:.0e}",
     ]
 

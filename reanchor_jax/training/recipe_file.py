@@ -73,7 +73,7 @@ def recipe_flags(recipe: Fields, parser: argparse.ArgumentParser) -> list[str]:
     for name, value in table.data.items():
         flag = f"--{name.replace('_', '-')}"
         if name not in known:
-            raise ReanchorError(f"{table.where}: {name:.40} is no setting of a recipe; expected flags of --help")
+            raise ReanchorError(f"{table.where}: {name!r:.40} is no setting of a recipe; expected flags of --help")
         if known[name].nargs == 0:
             argv += [flag] * table.boolean(name)
         else:
@@ -88,6 +88,7 @@ def recipe_flags(recipe: Fields, parser: argparse.ArgumentParser) -> list[str]:
 def _text(table: Fields, name: str, value: Any) -> str:
     if isinstance(value, list):
         return ",".join(str(number) for number in table.integers(name, 0, 1 << 31))
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise table.fail(name, value, "a number, a text or a list of integers")
+    is_line = isinstance(value, str) and value.isprintable()
+    if not is_line and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise table.fail(name, value, "a number, a line of text or a list of integers")
     return str(value)
