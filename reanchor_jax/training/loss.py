@@ -146,13 +146,14 @@ def _forward(factors: Factors, labels: Labels, weights: jax.Array):
         hidden_gradient = jnp.einsum("nv,vd->nd", (gradient * slope).astype(hidden.dtype), factors.rows)
         gradient = gradient.astype(extra.dtype)
         extra_gradient = jnp.einsum("nv,ve->ne", gradient, factors.extra_rows)
-        extra_rows_gradient += jnp.einsum("nv,ne->ve", gradient, extra)
+        extra_rows_gradient += jnp.einsum("nv,ne->ve", gradient, extra, preferred_element_type=jnp.float32)
         total += jnp.sum((log_total - at_labels) * weights)
         return (total, extra_rows_gradient), (hidden_gradient, extra_gradient, right)
 
-    start = (jnp.float32(0), jnp.zeros_like(factors.extra_rows))
+    start = (jnp.float32(0), jnp.zeros(factors.extra_rows.shape, jnp.float32))  # summed over chunks: float32
     (total, extra_rows_gradient), per_draft = jax.lax.scan(score_chunk, start, chunks)
     hidden_gradient, extra_gradient, right = (from_chunks(x, count) for x in per_draft)
+    extra_rows_gradient = extra_rows_gradient.astype(factors.extra_rows.dtype)
     return (total, right.astype(jnp.float32)), (hidden_gradient, extra_gradient, extra_rows_gradient)
 
 
