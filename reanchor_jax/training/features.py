@@ -28,13 +28,14 @@ import numpy as np
 import safetensors.flax
 import safetensors.numpy
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.target import Target, forward_text
 from reanchor_jax.training.blocks import Batch
 from reanchor_jax.training.checkpoints import check_settings
-from reanchor_jax.training.mesh import num_data_parts, split_texts
+from reanchor_jax.training.mesh import DATA, num_data_parts, split_texts
 
 SCALE_BATCHES = 4
 """Batches that the scale is measured on."""
@@ -60,7 +61,7 @@ def texts_forward(
 ) -> tuple[jax.Array, TopTokens]:
     """Raw features [R, T, C*D] of texts [R, T] as `dtype`, and the k = `num_top` tokens of highest logits."""
 
-    def one_text(row: jax.Array) -> tuple[jax.Array, TopTokens]:
+    def one_text(target: Target, row: jax.Array) -> tuple[jax.Array, TopTokens]:
         output = forward_text(target, row, tap_ids)
         features = output.features.astype(dtype)
         if not num_top:
@@ -72,12 +73,14 @@ def texts_forward(
         return features, TopTokens(ids.astype(jnp.int32), probs)
 
     # One after another: logits of a whole vocabulary exist for one text at a time, on each device.
-    parts = num_data_parts()
-    if parts == 1:
-        return jax.lax.map(one_text, tokens)
-    by_part = tokens.reshape(parts, -1, tokens.shape[1]).swapaxes(0, 1)  # 8 texts on 4 devices: 0 2 4 6, then 1 3 5 7
-    output = jax.lax.map(jax.vmap(one_text), by_part)
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(tokens.shape[0], *x.shape[2:]), output)
+    in_turn = lambda target, tokens: jax.lax.map(partial(one_text, target), tokens)
+    if num_data_parts() > 1:
+        # Each device its own texts. (XLA would gather the logits of all of them to find the top ones.)
+        own = PartitionSpec(DATA)
+        in_turn = jax.shard_map(
+            in_turn, in_specs=(PartitionSpec(), own), out_specs=own, axis_names={DATA}, check_vma=False
+        )
+    return in_turn(target, tokens)
 
 
 class FeatureSource:
