@@ -23,10 +23,11 @@ from reanchor_jax.training.tensorboard import check_installed
 from reanchor_jax.training.tiny_pair import TinyPairConfig
 
 _EPILOG = """\
-The run lives in --out: train.json (settings), log.jsonl, log.csv and curve.png and .svg (the log as
-a table and as a plot), checkpoints/, and two drafters in their kind's format, for --drafter of the other
-commands: drafter/, the latest, and best/, that of the highest held-out proxy tau. The same command line
-goes on with a run that was stopped, by Ctrl-C or by force.
+The run lives in --out: train.json (settings), answers.jsonl (the target's, to --prompts), features/,
+log.jsonl, log.csv and curve.png and .svg (the log as a table and as a plot), checkpoints/, and two
+drafters in their kind's format, for --drafter of the other commands: drafter/, the latest, and best/,
+that of the highest held-out proxy tau. The same command line goes on with a run that was stopped, by
+Ctrl-C or by force.
 Exit codes: 0 done; 2 bad input, one line on stderr; 130 interrupted.
 """
 
@@ -237,7 +238,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--held-out", type=whole(1), default=64, metavar="N", help="texts kept for evaluation (default %(default)s)")
     add("--held-out-answers", type=Path, metavar="FILE", help="texts for evaluation from a file of their own")
     add("--max-len", type=whole(8), default=512, metavar="N", help="tokens of a text at most (default %(default)s)")
-    add("--max-new-tokens", type=whole(2), default=200, metavar="N", help="of an answer (default %(default)s)")
+    add(
+        "--max-new-tokens",
+        type=whole(2),
+        default=200,
+        metavar="N",
+        help="tokens of an answer at most (default %(default)s)",
+    )
     add("--answer-rows", type=whole(1), default=16, metavar="N", help="prompts answered at once (default %(default)s)")
 
     add = parser.add_argument_group("drafter").add_argument
@@ -260,36 +267,44 @@ def make_parser() -> argparse.ArgumentParser:
     add("--freeze-backbone", action="store_true", help="train the head alone")
 
     add = parser.add_argument_group("optimization").add_argument
-    add("--steps", type=whole(1), metavar="N", help=f"(default {d['steps']})")
+    add("--steps", type=whole(1), metavar="N", help=f"steps of training (default {d['steps']})")
     add("--rows", type=whole(1), metavar="R", help=f"texts of a step (default {d['rows']})")
     add("--anchors", type=whole(1), metavar="K", help=f"blocks of a text and step (default {d['anchors']})")
-    accumulate_help = "steps whose mean gradient makes one update of the drafter (default 1)"
+    accumulate_help = f"steps whose mean gradient makes one update of the drafter (default {d['accumulate']})"
     add("--accumulate", type=whole(1), metavar="N", help=accumulate_help)
     add("--learning-rate", type=number, metavar="LR", help=f"at its peak (default {d['learning_rate']:g})")
     add("--warmup", type=whole(0), metavar="N", help="steps of growth (default: a tenth, at most 100)")
     add("--weight-decay", type=number, default=0.01, metavar="W", help="of matrices (default %(default)s)")
+    seed_help = f"of what is held out, new weights, the order of texts and anchors (default {d['seed']})"
+    add("--seed", type=whole(0, 2**31 - 1), metavar="N", help=seed_help)
+
+    add = parser.add_argument_group("loss").add_argument
     gamma_help = f"draft k has weight exp(-(k - 1) / G) (default {d['gamma']:g}); draft-opd: G^(k - 1) if discarded"
     add("--gamma", type=_above_0, metavar="G", help=gamma_help)
-    mesh_help = "devices to split over: texts of a step over DATA of them, weights over MODEL (default: one device)"
-    add("--mesh", type=mesh_shape, metavar="DATAxMODEL", help=mesh_help)
-    dtype_help = "of the target, and of the drafter's forward and backward (default float32): weights stay float32"
-    add("--compute-dtype", choices=("float32", "bfloat16"), help=dtype_help)
-    add("--train-vocab", type=whole(2), metavar="V", help="score the V most frequent answer tokens only")
-    add("--seed", type=whole(0, 2**31 - 1), metavar="N", help=f"(default {d['seed']})")
+    add("--train-vocab", type=whole(2), metavar="V", help="score the V most frequent answer tokens only (default: all)")
     distill_help = "share of each label that is the target's distribution, 0 to 1 (default %(default)g)"
     add("--distill", type=_share, default=0.0, metavar="A", help=distill_help)
-    add("--num-top", type=whole(1), default=8, metavar="N", help="tokens of it that are kept (default %(default)s)")
+    top_help = "most probable tokens of that distribution that are kept (default %(default)s)"
+    add("--num-top", type=whole(1), default=8, metavar="N", help=top_help)
+
+    add = parser.add_argument_group("devices and disk").add_argument
+    dtype_help = f"of the target, and of the drafter's forward and backward (default {d['compute_dtype']})"
+    add("--compute-dtype", choices=("float32", "bfloat16"), help=dtype_help)
+    mesh_help = "devices to split over: texts of a step over DATA of them, weights over MODEL (default: one device)"
+    add("--mesh", type=mesh_shape, metavar="DATAxMODEL", help=mesh_help)
     features_help = "folder of the target's features, which runs can share (default: features/ in --out)"
     add("--features", type=folder, metavar="DIR", help=features_help)
-    add("--feature-dtype", choices=("float32", "bfloat16"), default="float32", help="of features on disk")
+    feature_help = "of features on disk (default %(default)s)"
+    add("--feature-dtype", choices=("float32", "bfloat16"), default="float32", help=feature_help)
 
     add = parser.add_argument_group("reports").add_argument
     add("--log-every", type=whole(1), default=10, metavar="N", help="steps (default %(default)s)")
     add("--eval-every", type=whole(1), default=500, metavar="N", help="steps (default %(default)s)")
     add("--checkpoint-every", type=whole(1), default=250, metavar="N", help="steps (default %(default)s)")
-    add("--tau-prompts", type=whole(0), default=8, metavar="N", help="prompts really decoded (default %(default)s)")
-    add("--tensorboard", action="store_true", help="event files in --out/tensorboard (needs tensorboardX)")
+    tau_help = "held-out prompts that an evaluation decodes for tau (default %(default)s)"
+    add("--tau-prompts", type=whole(0), default=8, metavar="N", help=tau_help)
     add("--tau-tokens", type=whole(2), default=64, metavar="N", help="new tokens of each (default %(default)s)")
+    add("--tensorboard", action="store_true", help="event files in --out/tensorboard (needs tensorboardX)")
 
     add = parser.add_argument_group("recipe").add_argument
     recipe_help = """tiny-pair: a byte-level target and its drafter from nothing, in minutes; of the flags above only
