@@ -298,7 +298,8 @@ def folder(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--freeze-backbone --mask-token-id 15 --answers answers.jsonl --held-out 2 --anchors 4", "nothing to train"),
         ("--recipe tiny-pair --mask-token-id 0", "does not go with --recipe"),
         ("--recipe tiny-pair --freeze-backbone", "--freeze-backbone does not go with --recipe"),
-        ("--recipe tiny-pair --answers answers.jsonl", "does not go with --recipe"),
+        ("--recipe tiny-pair --answers answers.jsonl", "--answers does not go with --recipe"),
+        ("--recipe tiny-pair --distill 0.5", "--distill does not go with --recipe"),
         ("--recipe tiny-pair --text missing.txt", "missing.txt cannot be read"),
         ("--text text.jsonl --answers answers.jsonl --mask-token-id 15", "belongs to --recipe"),
         ("--unknown", "--unknown"),
@@ -308,7 +309,8 @@ def test_bad_input_is_one_line_and_writes_nothing(
     folder: Path, flags: str, message: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(folder)
-    assert main([*flags.split(), "--target", "target", "--out", "out"]) == 2
+    target = [] if "tiny-pair" in flags else ["--target", "target"]
+    assert main([*flags.split(), *target, "--out", "out"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
     assert not (folder / "out").exists()

@@ -16,7 +16,7 @@ from reanchor_jax.errors import ReanchorError
 from reanchor_jax.training.draft_opd import DraftOPDConfig
 from reanchor_jax.training.mesh import MeshShape, check_rows, mesh_shape
 from reanchor_jax.training.optimizer import OptimizerConfig
-from reanchor_jax.training.recipe_file import read_recipe, recipe_flags
+from reanchor_jax.training.recipe_file import read_recipe, recipe_flags, recipe_names
 from reanchor_jax.training.run import TrainConfig
 from reanchor_jax.training.start import Start
 from reanchor_jax.training.tensorboard import check_installed
@@ -203,10 +203,9 @@ def _recipe(flags: dict[str, Any]) -> tuple[TinyPairConfig, Path]:
         "block_size": "block_size", "target_layer_ids": "target_layer_ids", "learning_rate": "learning_rate",
         "start": "start",
     }  # fmt: skip
-    other = ("mask_token_id", "train_vocab", "warmup", "held_out_answers", "head", "rank", "gru", "markov", "features")
-    more = ("accumulate", "compute_dtype", "mesh", "freeze_backbone", "tensorboard")
-    for name in ("prompts", "answers", "init", *other, *more):
-        if flags[name] is not None and flags[name] is not False:
+    parser = make_parser()
+    for name, value in flags.items():
+        if name not in ("out", *names) and value != parser.get_default(name):
             raise ReanchorError(f"--{name.replace('_', '-')} does not go with --recipe tiny-pair; leave it out")
     given = {field: flags[name] for name, field in names.items() if flags[name] is not None}
     config = TinyPairConfig(**given)
@@ -307,13 +306,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tensorboard", action="store_true", help="event files in --out/tensorboard (needs tensorboardX)")
 
     add = parser.add_argument_group("recipe").add_argument
-    recipe_help = """tiny-pair: a byte-level target and its drafter from nothing, in minutes; of the flags above only
-    those of shape. draft-opd: the drafter of --init learns from its own drafts. FILE.toml, or the name of one in
-    the package: flags, of which the command line's own win"""
-    add("--recipe", metavar="RECIPE", help=recipe_help)
-    add("--text", type=Path, metavar="FILE", help="text to learn (default: synthetic documents)")
-    add("--model-type", choices=("qwen3", "llama"), help="of the target (default qwen3)")
-    add("--target-steps", type=whole(1), metavar="N", help="training steps of the target (default 420)")
+    recipe_help = """tiny-pair: a byte-level target and its drafter from nothing, in minutes, with --out and flags of
+    the new drafter's shape and of its optimization. draft-opd: the drafter of --init learns from its own drafts.
+    FILE.toml, or the name of one in the package (%s): flags, of which the command line's own win"""
+    add("--recipe", metavar="RECIPE", help=recipe_help % ", ".join(recipe_names()))
+    add("--text", type=Path, metavar="FILE", help="tiny-pair: text to learn (default: synthetic documents)")
+    add("--model-type", choices=("qwen3", "llama"), help="tiny-pair: of the target (default qwen3)")
+    add("--target-steps", type=whole(1), metavar="N", help="tiny-pair: training steps of the target (default 420)")
     o = DraftOPDConfig
     add("--temperature", type=_at_least_0, metavar="T", help=f"draft-opd: of rollouts (default {o.temperature:g})")
     phase_help = f"draft-opd: batches of prompts that are decoded in one go (default {o.rollout_batches})"
