@@ -52,56 +52,56 @@ def test_comments_are_what_the_command_prints(name: str, capsys):
 @pytest.mark.parametrize("name", NAMES)
 def test_shapes_are_the_published_ones(name: str):
     target, drafter = (manifest(each) for each in PUBLISHED[name])
-    run = cost.read_run(name)
+    plan = cost.read_plan(name)
     config = dict(target["config"])
     want = target_config(Fields(config, name))
     same = ("vocab_size", "num_layers", "pattern", "tie_word_embeddings", "logit_softcap", "max_position_embeddings")
-    assert {field: getattr(run.target, field) for field in same} == {field: getattr(want, field) for field in same}
+    assert {field: getattr(plan.target, field) for field in same} == {field: getattr(want, field) for field in same}
     published = drafter["config"]
     own = published.get("dflash_config", published)
-    assert run.drafter.num_layers == published["num_hidden_layers"]
-    assert list(run.drafter.target_layer_ids) == own["target_layer_ids"]
-    assert run.drafter.mask_token_id == own["mask_token_id"]
+    assert plan.drafter.num_layers == published["num_hidden_layers"]
+    assert list(plan.drafter.target_layer_ids) == own["target_layer_ids"]
+    assert plan.drafter.mask_token_id == own["mask_token_id"]
     is_shifted = name.startswith("gemma")  # that drafter's slots predict the next token
-    assert run.drafter.block_size == published["block_size"] + is_shifted
+    assert plan.drafter.block_size == published["block_size"] + is_shifted
     if not is_shifted:  # Gemma's manifest counts the parts that see and hear, and its drafter has a head
-        assert cost.sizes(cost.Target, run.target).all == target["num_params"]
+        assert cost.sizes(cost.Target, plan.target).all == target["num_params"]
     if name.startswith("qwen3"):  # Llama's published drafter has a narrower MLP than its target
-        assert cost.sizes(cost.Drafter, run.drafter).all == drafter["num_params"]
+        assert cost.sizes(cost.Drafter, plan.drafter).all == drafter["num_params"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_are_the_epochs(name: str):
     options = parse(["--recipe", name, "--prompts", "x.jsonl", "--out", "out"])
     assert isinstance(options, Options)
-    run, optimizer = cost.read_run(name), options.config.optimizer
-    assert optimizer.steps == cost.cost_of(run).steps
+    plan, optimizer = cost.read_plan(name), options.config.optimizer
+    assert optimizer.steps == cost.cost_of(plan).steps
     assert abs(optimizer.warmup / optimizer.steps - 0.04) < 1e-4
     assert (optimizer.learning_rate, options.config.num_anchors) == (6e-4, 512)
     assert options.config.num_rows * optimizer.accumulate == (512 if name.startswith("gemma") else 32)
     assert (options.compute_dtype, options.mesh) == ("bfloat16", MeshShape(4, 2))
-    assert options.mesh.data * options.mesh.model == run.accelerators
+    assert options.mesh.data * options.mesh.model == plan.accelerators
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-4b"])
 def test_flops_are_those_of_the_traced_products(name: str):
     """tests/test_train_speed.py holds the other side against what is traced."""
-    run = cost.read_run(name)
-    sizes = Sizes(rows=1, anchors=512, length=run.text_len, vocab=run.target.vocab_size)
-    got = cost.cost_of(run)
-    assert got.training == run.texts * run.epochs * step_flops(run.drafter, sizes)
-    assert got.features == run.texts * features_flops(run.target, sizes)
-    head = 2 * run.target.vocab_size * run.target.layer.hidden_size
-    assert got.answers == got.features + run.texts * run.answer_len * head
+    plan = cost.read_plan(name)
+    sizes = Sizes(rows=1, anchors=512, length=plan.text_len, vocab=plan.target.vocab_size)
+    got = cost.cost_of(plan)
+    assert got.training == plan.texts * plan.epochs * step_flops(plan.drafter, sizes)
+    assert got.features == plan.texts * features_flops(plan.target, sizes)
+    head = 2 * plan.target.vocab_size * plan.target.layer.hidden_size
+    assert got.answers == got.features + plan.texts * plan.answer_len * head
 
 
 def test_memory_of_a_step():
     """The estimate that the docstring of `device_bytes` compares with XLA's count; a mesh splits what it should."""
-    run = cost.read_run("qwen3-4b")
+    plan = cost.read_plan("qwen3-4b")
 
     def of(**changes):
-        flags = argparse.Namespace(**{**vars(run.flags), **changes})
-        return cost.cost_of(run._replace(flags=flags)).device_bytes
+        flags = argparse.Namespace(**{**vars(plan.flags), **changes})
+        return cost.cost_of(plan._replace(flags=flags)).device_bytes
 
     alone = {"rows": 1, "mesh": MeshShape(1, 1), "accumulate": 1}
     for anchors, counted in ((128, 24.2e9), (256, 44.1e9)):

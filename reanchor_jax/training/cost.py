@@ -24,14 +24,15 @@ from reanchor_jax.config import DrafterConfig, TargetConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.target import Target
 from reanchor_jax.training.arguments import make_parser
+from reanchor_jax.training.features import token_bytes
 from reanchor_jax.training.loss import CHUNK_ROWS
 from reanchor_jax.training.mesh import check_rows
 from reanchor_jax.training.recipe_file import read_recipe, recipe_flags
 from reanchor_jax.training.start import new_drafter_config
 
 
-class Run(NamedTuple):
-    """What the cost is a function of."""
+class Plan(NamedTuple):
+    """A run that has not been started: what its cost is a function of."""
 
     flags: argparse.Namespace
     texts: int
@@ -52,7 +53,7 @@ class Run(NamedTuple):
         return self.prompt_len + self.answer_len
 
 
-def read_run(source: str) -> Run:
+def read_plan(source: str) -> Plan:
     """Reads a recipe. Raises ReanchorError as `read_recipe`, `recipe_flags` and `target_config` do."""
     recipe = read_recipe(source)
     parser = make_parser()
@@ -73,7 +74,7 @@ def read_run(source: str) -> Run:
         target_layer_ids=flags.target_layer_ids,
     )
     most = 1 << 40
-    run = Run(
+    plan = Plan(
         flags=flags,
         texts=data.integer("texts", 1, most),
         prompt_len=data.integer("prompt_len", 1, most),
@@ -87,7 +88,7 @@ def read_run(source: str) -> Run:
     )
     data.finish()
     devices.finish()
-    return run
+    return plan
 
 
 class Sizes(NamedTuple):
@@ -110,7 +111,7 @@ def sizes(network: type[Target] | type[Drafter], config: TargetConfig | DrafterC
 
 
 class Cost(NamedTuple):
-    """FLOPs, bytes and seconds of a run."""
+    """FLOPs, bytes and steps of a run."""
 
     answers: float
     features: float
@@ -121,17 +122,17 @@ class Cost(NamedTuple):
     """Of all epochs, rounded down to whole updates."""
 
 
-def cost_of(run: Run) -> Cost:
-    """The arithmetic; shape letters as in `config`, T = `Run.text_len`."""
-    flags, t, d, length = run.flags, run.target, run.drafter, run.text_len
+def cost_of(plan: Plan) -> Cost:
+    """The arithmetic; shape letters as in `config`, T = `Plan.text_len`."""
+    flags, t, d, length = plan.flags, plan.target, plan.drafter, plan.text_len
     target, drafter = sizes(Target, t), sizes(Drafter, d)
     head = t.vocab_size * t.layer.hidden_size
     trained_head = (flags.train_vocab or t.vocab_size) * t.layer.hidden_size
     widths = [layer.num_heads * layer.head_dim for layer in t.pattern] * (t.num_layers // len(t.pattern))
     attention = 4 * sum(widths) * length  # of one token: queries times keys, weights times values
-    tokens = run.texts * length
+    tokens = plan.texts * length
     forward = tokens * (2 * target.layers + attention)
-    answers = forward + run.texts * run.answer_len * 2 * head
+    answers = forward + plan.texts * plan.answer_len * 2 * head
 
     fc = len(d.target_layer_ids) * d.layer.hidden_size**2
     slots = flags.anchors * d.num_slots
@@ -141,20 +142,20 @@ def cost_of(run: Run) -> Cost:
     # (`fc`: two), the rows of the LM head neither (drafts: two).
     drafts = flags.anchors * (d.block_size - 1)
     of_text = length * (2 * 2 * fc + 3 * 2 * drafter.keys_values) + 3 * slots * block + 2 * drafts * 2 * trained_head
-    steps = -(-run.texts // flags.rows) * run.epochs
+    steps = -(-plan.texts // flags.rows) * plan.epochs
     num_top = flags.num_top if flags.distill else 0
-    kept = len(d.target_layer_ids) * d.layer.hidden_size * jnp.dtype(flags.feature_dtype).itemsize + num_top * 6
+    kept = token_bytes(len(d.target_layer_ids) * d.layer.hidden_size, flags.feature_dtype, num_top)
     return Cost(
         answers=answers,
         features=forward + (tokens * 2 * head if num_top else 0),
-        training=run.texts * run.epochs * of_text,
+        training=plan.texts * plan.epochs * of_text,
         cache_bytes=tokens * kept,
-        device_bytes=device_bytes(run, target, drafter),
+        device_bytes=device_bytes(plan, target, drafter),
         steps=steps // flags.accumulate * flags.accumulate,
     )
 
 
-def device_bytes(run: Run, target: Sizes, drafter: Sizes) -> dict[str, float]:
+def device_bytes(plan: Plan, target: Sizes, drafter: Sizes) -> dict[str, float]:
     """Memory of one accelerator in a training step on texts of `--max-len` tokens.
 
     Residuals are an estimate of what the backward pass keeps: 16 bytes a score of attention (float32
@@ -162,7 +163,7 @@ def device_bytes(run: Run, target: Sizes, drafter: Sizes) -> dict[str, float]:
     own count for the step of qwen3-4b on one device, one text, is 23.7 GB at 128 anchors and
     42.2 GB at 256 beside the arguments (compiled for a CPU); this one is 24.2 and 44.1.
     """
-    flags, d = run.flags, run.drafter
+    flags, d = plan.flags, plan.drafter
     data, model = flags.mesh
     rows, layer = flags.rows // data, d.layer
     width = jnp.dtype(flags.compute_dtype).itemsize
@@ -188,30 +189,30 @@ def device_bytes(run: Run, target: Sizes, drafter: Sizes) -> dict[str, float]:
     }
 
 
-def report(run: Run) -> list[str]:
+def report(plan: Plan) -> list[str]:
     """The lines that the command prints, and that the recipes in the package hold as comments."""
-    flags, cost = run.flags, cost_of(run)
-    target, drafter = sizes(Target, run.target), sizes(Drafter, run.drafter)
-    tokens, batch = run.texts * run.text_len, flags.rows * flags.accumulate
+    flags, cost = plan.flags, cost_of(plan)
+    target, drafter = sizes(Target, plan.target), sizes(Drafter, plan.drafter)
+    tokens, batch = plan.texts * plan.text_len, flags.rows * flags.accumulate
     memory = cost.device_bytes
     parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in memory.items() if size)
-    rate = run.accelerators * run.train_rate
-    hours = [cost.answers / (run.accelerators * run.answer_rate), cost.features / rate, cost.training / rate]
+    rate = plan.accelerators * plan.train_rate
+    hours = [cost.answers / (plan.accelerators * plan.answer_rate), cost.features / rate, cost.training / rate]
     answers, features, training = (f"{seconds / 3600:,.1f}" for seconds in hours)
     return [
-        f"tokens: {run.texts:,} texts of {run.prompt_len} + {run.answer_len} = {tokens / 1e9:.3f}e9",
+        f"tokens: {plan.texts:,} texts of {plan.prompt_len} + {plan.answer_len} = {tokens / 1e9:.3f}e9",
         f"target: {target.all:,} parameters, {target.layers:,} of them in its layers' matrices",
         f"drafter: {drafter.all:,} parameters, {drafter.layers:,} of them in its layers' matrices",
         f"answers: {cost.answers:.2e} FLOPs of the target",
         f"features: {cost.features:.2e} FLOPs of the target",
-        f"training: {cost.training:.2e} FLOPs of the drafter: {run.epochs} epochs, {flags.anchors} blocks of "
-        f"{run.drafter.block_size} a text",
+        f"training: {cost.training:.2e} FLOPs of the drafter: {plan.epochs} epochs, {flags.anchors} blocks of "
+        f"{plan.drafter.block_size} a text",
         f"steps: {cost.steps:,} of {flags.rows} texts, {cost.steps // flags.accumulate:,} updates of {batch}",
         f"feature cache: {cost.cache_bytes / 1e12:.2f} TB, {cost.cache_bytes // tokens:,} bytes a token",
         f"memory of a device, {flags.mesh.data}x{flags.mesh.model}: {sum(memory.values()) / 1e9:.1f} GB",
         f"  of them {parts}",
-        f"hours on {run.accelerators} accelerators: answers {answers} at {run.answer_rate:.0e} FLOP/s of each, "
-        f"features {features} and training {training} at {run.train_rate:.0e}",
+        f"hours on {plan.accelerators} accelerators: answers {answers} at {plan.answer_rate:.0e} FLOP/s of each, "
+        f"features {features} and training {training} at {plan.train_rate:.0e}",
     ]
 
 
@@ -225,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("recipe", metavar="RECIPE", help="FILE.toml, or the name of a recipe in the package")
 
     def show() -> int:
-        print("\n".join(report(read_run(parser.parse_args(argv).recipe))))
+        print("\n".join(report(read_plan(parser.parse_args(argv).recipe))))
         return 0
 
     return run(show)

@@ -83,6 +83,11 @@ def texts_forward(
     return in_turn(target, tokens)
 
 
+def token_bytes(width: int, dtype: str, num_top: int) -> int:
+    """What a token takes on disk: C*D = `width` features, and k = `num_top` int32 ids with float16 probabilities."""
+    return width * np.dtype(dtype).itemsize + num_top * (4 + 2)
+
+
 class FeatureSource:
     """The target's forward over the texts of one run, from disk where it is there already.
 
@@ -106,7 +111,7 @@ class FeatureSource:
         self._target, self._settings = target, {"tap_ids": tap_ids, "num_top": num_top, "dtype": dtype}
         folder.mkdir(parents=True, exist_ok=True)
         check_settings(folder / "features.json", {**self._settings, "target": _fingerprint(target)})
-        self.token_bytes = self.scale.shape[0] * np.dtype(dtype).itemsize + num_top * (4 + 2)
+        self.token_bytes = token_bytes(self.scale.shape[0], dtype, num_top)
 
     def check_room(self, batches: Sequence[Batch]) -> str:
         """How much the batches' files take, in words.
