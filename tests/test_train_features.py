@@ -72,7 +72,7 @@ def test_another_target_or_setting_is_refused(pair: Pair, tmp_path: Path):
     with pytest.raises(ReanchorError, match="num_top 3, got 4"):
         source(pair, tmp_path, num_top=4)
     other = make_pair(5, tied=False, seed=7)
-    with pytest.raises(ReanchorError, match="holds a run with target"):
+    with pytest.raises(ReanchorError, match="holds features with target .* another folder with --features"):
         source(other, tmp_path)
 
 

@@ -70,23 +70,29 @@ def _named(state: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
-def check_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Writes the run's settings, or compares them with those of the run that is resumed.
+def check_settings(path: Path, settings: dict[str, Any], *, of: str = "a run", another: str = "--out") -> None:
+    """Writes settings beside what they are of, or compares them with those that are there.
+
+    Args:
+      path: the file, in the folder that the settings are of.
+      settings: everything that what the folder holds is a function of.
+      of: what that is, for the error.
+      another: flag that names another folder.
 
     Raises:
-      ReanchorError: a setting differs, which would make the resumed run another one.
+      ReanchorError: a setting differs, which would make what is there another thing.
     """
     settings = json.loads(json.dumps(settings))
     if path.exists():
         try:
             old = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
-            raise ReanchorError(f"{path} is damaged; train into another folder") from None
+            raise ReanchorError(f"{path} is damaged; name another folder with {another}") from None
         for name in sorted({*old, *settings}):
             if old.get(name) != settings.get(name):
                 raise ReanchorError(
-                    f"{path.parent} holds a run with {name} {old.get(name)}, got {settings.get(name)}; "
-                    "resume with the same settings, or train into another folder"
+                    f"{path.parent} holds {of} with {name} {old.get(name)}, got {settings.get(name)}; "
+                    f"resume with the same settings, or name another folder with {another}"
                 )
         return
     write_whole(path, json.dumps(settings, indent=1, sort_keys=True) + "\n")

@@ -110,7 +110,8 @@ class FeatureSource:
         self.folder, self.scale = folder, jnp.ones(len(tap_ids) * target.config.layer.hidden_size, jnp.float32)
         self._target, self._settings = target, {"tap_ids": tap_ids, "num_top": num_top, "dtype": dtype}
         folder.mkdir(parents=True, exist_ok=True)
-        check_settings(folder / "features.json", {**self._settings, "target": _fingerprint(target)})
+        settings = {**self._settings, "target": _fingerprint(target)}
+        check_settings(folder / "features.json", settings, of="features", another="--features")
         self.token_bytes = token_bytes(self.scale.shape[0], dtype, num_top)
 
     def check_room(self, batches: Sequence[Batch]) -> str:
