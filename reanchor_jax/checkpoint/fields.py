@@ -149,7 +149,10 @@ class Fields:
 
 
 def _short(value: object) -> str:
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python writes at most 4,300 digits
+        text = "an integer of thousands of digits"
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -9,6 +9,9 @@ from typing import NoReturn
 
 from reanchor_jax.errors import ReanchorError
 
+LARGEST = 2**31 - 1
+"""Of integers without a bound of their own: on the device sizes and counts are int32."""
+
 
 class Parser(argparse.ArgumentParser):
     """Shows an epilog as it is written, takes no abbreviated flags, and raises ReanchorError on bad ones."""
@@ -30,12 +33,12 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     """argparse type of an integer within bounds."""
 
     def convert(text: str) -> int:
-        expected = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
+        expected = f"an integer from {least} to {most}" if most else f"an integer >= {least}, at most {LARGEST}"
         try:
             value = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"got {text!r:.60}, expected {expected}") from None
-        if value < least or (most is not None and value > most):
+        if not least <= value <= (most or LARGEST):
             raise argparse.ArgumentTypeError(f"got {value!s:.60}, expected {expected}")
         return value
 

@@ -51,6 +51,8 @@ def read_recipe(source: str) -> Fields:
         tables = tomllib.loads(data.decode("utf-8"))
     except OSError as error:
         raise ReanchorError(f"{path} cannot be read: {error.strerror or error}; check the name") from None
+    except ReanchorError:
+        raise
     except (ValueError, RecursionError) as error:
         raise ReanchorError(f"{path} is not TOML: {' '.join(str(error).split())[:120]}; write it again") from None
     fields = Fields(tables, str(path))
@@ -89,6 +91,7 @@ def _text(table: Fields, name: str, value: Any) -> str:
     if isinstance(value, list):
         return ",".join(str(number) for number in table.integers(name, 0, 1 << 31))
     is_line = isinstance(value, str) and value.isprintable()
-    if not is_line and (isinstance(value, bool) or not isinstance(value, int | float)):
+    is_number = isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
+    if not is_line and not is_number:
         raise table.fail(name, value, "a number, a line of text or a list of integers")
     return str(value)
