@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes beside the place and moves there; what a link points to is replaced, not the link."""
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A file beside the place, to be written in the block; moved there at its end, or removed by an error.
+
+    What a link points to is replaced, not the link.
+    """
     path = Path(os.path.realpath(path))
     aside = path.with_name(f".{path.name}.partial")
     try:
-        aside.write_text(text, encoding="utf-8")
+        yield aside
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a text, whole or not at all."""
+    with written_whole(path) as aside:
+        aside.write_text(text, encoding="utf-8")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 import shutil
 from collections.abc import Sequence
 from functools import partial
@@ -32,6 +31,7 @@ from jax.sharding import PartitionSpec
 
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
+from reanchor_jax.files import written_whole
 from reanchor_jax.target import Target, forward_text
 from reanchor_jax.training.blocks import Batch
 from reanchor_jax.training.checkpoints import check_settings
@@ -169,9 +169,8 @@ class FeatureSource:
                 continue  # as it was first written: the same bits for all runs
             probs = top.probs[row, real].astype(np.float16)
             arrays = {"features": features[row, real], "top_ids": top.ids[row, real], "top_probs": probs}
-            aside = path.with_name(f".{path.name}.partial")
-            safetensors.numpy.save_file({name: np.ascontiguousarray(x) for name, x in arrays.items()}, aside)
-            os.replace(aside, path)
+            with written_whole(path) as aside:
+                safetensors.numpy.save_file({name: np.ascontiguousarray(x) for name, x in arrays.items()}, aside)
 
     def _path(self, text: np.ndarray) -> Path:
         return self.folder / f"{hashlib.sha256(text.tobytes()).hexdigest()[:24]}.safetensors"

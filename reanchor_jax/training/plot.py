@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from reanchor_jax.files import written_whole
 
 BLUE, ORANGE = "#1b3a5c", "#d1662f"
 """Told apart in gray, too, by their lightness; training loss has no markers, evaluations have."""
@@ -71,16 +72,9 @@ def draw(rows: Sequence[Mapping[str, float]], folder: Path) -> bool:
         accuracies.set_xlabel("draft position")
         accuracies.set_ylabel("accuracy, held-out")
         accuracies.set_title(f"after {blocks:,.0f} blocks", fontsize=9)
-        _save(figure, folder / "curve.png", dpi=160, metadata={"Software": None})
-        _save(figure, folder / "curve.svg", metadata={"Date": None})
+        # A viewer may read while we write.
+        with written_whole(folder / "curve.png") as path:
+            figure.savefig(path, format="png", dpi=160, metadata={"Software": None})
+        with written_whole(folder / "curve.svg") as path:
+            figure.savefig(path, format="svg", metadata={"Date": None})
     return True
-
-
-def _save(figure: Any, path: Path, **settings: Any) -> None:
-    """Whole or not at all: a viewer may read while we write."""
-    aside = path.with_name(f".{path.name}.partial")
-    try:
-        figure.savefig(aside, format=path.suffix[1:], **settings)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)

@@ -6,7 +6,6 @@ that trains on it, in this process or in one that resumes the run.
 
 from __future__ import annotations
 
-import os
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from reanchor_jax.config import DecodeConfig
 from reanchor_jax.decode import decode_round
 from reanchor_jax.errors import ReanchorError
+from reanchor_jax.files import written_whole
 from reanchor_jax.pair import Pair
 from reanchor_jax.prefill import prefill
 from reanchor_jax.training.blocks import Batch
@@ -132,13 +132,8 @@ def scored_drafts(proposals: np.ndarray, accepted: np.ndarray, eos_ids: tuple[in
 def save_rollout(rollout: Rollout, path: Path) -> None:
     """Writes a compressed .npz, which is there as a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.partial")
-    try:
-        with aside.open("wb") as file:
-            np.savez_compressed(file, **rollout._asdict())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with written_whole(path) as aside, aside.open("wb") as file:
+        np.savez_compressed(file, **rollout._asdict())
 
 
 def load_rollout(path: Path) -> Rollout:
