@@ -2,6 +2,7 @@
 
 main, arguments `python -m reanchor_jax.train` and its flags
 data, answers   prompts, the target's own answers, batches as a function of the step
+self_prompts    more prompts, which the target writes
 features        the target's features of a batch, scaled and remembered
 blocks          random anchors, the masked blocks behind them, the tokens they should draft
 loss            position-decayed cross entropy, and that of a confidence
@@ -9,6 +10,7 @@ trainable       which parameters are trained: all, or the head alone; and in whi
 optimizer       AdamW with warm-up and cosine decay; gradients of several steps
 mesh            texts along one axis of a device mesh, weights and moments along the other
 run             the loop: step, log, evaluate, checkpoint, resume
+log             log.jsonl, and what is made from it: a table, `plot`, `tensorboard`; `progress` on stderr
 trainer         its steps on the target's own texts
 draft_opd       its steps on the drafter's own drafts: `rollout` records them, `replay` scores them
 checkpoints     exact resume with Orbax

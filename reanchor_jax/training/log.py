@@ -102,7 +102,7 @@ class Log:
         Args:
           folder: of the run.
           step: of the checkpoint that the run goes on from, 0 for a new run.
-          blocks_per_step: blocks that a step trains on.
+          blocks_per_step: blocks that a step trains on at most; short texts have fewer.
           tensorboard: whether to write event files too.
           echo: gets a line where a plot cannot be drawn.
 

@@ -39,12 +39,12 @@ def plain_line(name: str, done: int, total: int, seconds_left: float | None, lat
 class _Bar(Progress):
     """The bar, and below it `status`: both do not fit into 80 columns."""
 
-    status = ""
+    below = ""
 
     def get_renderables(self) -> Iterator[RenderableType]:
         yield from super().get_renderables()
-        if self.status:
-            yield Text(self.status, overflow="ellipsis", no_wrap=True)
+        if self.below:
+            yield Text(self.below, overflow="ellipsis", no_wrap=True)
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def progress(
 
         def on_step(done: int, latest: Mapping[str, float]) -> None:
             nonlocal last
-            bar.status = status(latest)
+            bar.below = status(latest)
             bar.update(task, completed=done)
             if not console.is_terminal and clock() - last >= LINE_SECONDS:
                 last = clock()

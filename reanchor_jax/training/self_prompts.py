@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ from reanchor_jax.files import write_whole
 from reanchor_jax.tokenizer import ChatTokenizer, load_tokenizer
 from reanchor_jax.training.answers import Prompt, generate_answers, read_prompts
 from reanchor_jax.training.data import read_jsonl
+from reanchor_jax.training.progress import progress
 
 KEPT_SHARE = (0.15, 0.6)
 """Bounds of the part of a prompt that is kept."""
@@ -68,12 +70,15 @@ def beginnings(prompts: Sequence[Prompt], copies: int, seed: int) -> list[Beginn
     """`copies` beginnings of every prompt, with cuts of their own.
 
     Prompts are grouped by their `source`; one whose own part has fewer than four tokens is left out.
+
+    Raises:
+      ReanchorError: no prompt is left.
     """
     kept = []
-    for number_of_source, source in enumerate(sorted({prompt.source for prompt in prompts})):
+    for place, source in enumerate(sorted({prompt.source for prompt in prompts})):
         group = [prompt for prompt in prompts if prompt.source == source]
         head, tail = shared_ends(group)
-        rng = np.random.default_rng((seed, number_of_source))
+        rng = np.random.default_rng((seed, place))
         for prompt in group * copies:
             own = len(prompt.ids) - head - tail
             if own >= 4:
@@ -105,27 +110,28 @@ def _run(argv: Sequence[str] | None) -> int:
     target, tokenizer = load_target(source, dtype=jnp.float32), load_tokenizer(source)
     if tokenizer is None:
         raise ReanchorError(f"{flags.target} has no tokenizer; expected one beside the target")
-    longest = flags.max_len
-    prompts = [p for path in flags.prompts for p in read_prompts(path, target.config.vocab_size, longest, tokenizer)]
+    read = partial(read_prompts, vocab_size=target.config.vocab_size, max_len=flags.max_len, tokenizer=tokenizer)
+    prompts = [prompt for path in flags.prompts for prompt in read(path)]
     starts = beginnings(prompts, flags.copies, flags.seed)
     parts = flags.out.with_name(flags.out.name + ".parts")
-    generate_answers(
-        target,
-        [start.prompt for start in starts],
-        parts,
-        max_new_tokens=flags.max_new_tokens,
-        num_rows=flags.rows,
-        temperature=flags.temperature,
-        on_batch=lambda done: print(f"{done} of {len(starts)} prompts", end="\r", flush=True),
-    )
+    with progress("prompts", len(starts)) as (on_step, _):
+        generate_answers(
+            target,
+            [start.prompt for start in starts],
+            parts,
+            max_new_tokens=flags.max_new_tokens,
+            num_rows=flags.rows,
+            temperature=flags.temperature,
+            on_batch=lambda done: on_step(done, {}),
+        )
     known, lines = {prompt.ids for prompt in prompts}, []
     for _, row in sorted(read_jsonl(parts), key=lambda line: line[1]["index"]):
         ids = finished(starts[row["index"]], row["answer_ids"], tokenizer)
-        if ids is not None and len(ids) <= longest and ids not in known:
+        if ids is not None and len(ids) <= flags.max_len and ids not in known:
             known.add(ids)
             lines.append(json.dumps({"source": row["source"], "prompt_ids": ids}) + "\n")
     write_whole(flags.out, "".join(lines))
-    os.remove(parts)
+    parts.unlink()
     print(f"saved {flags.out}: {len(lines)} prompts from {len(starts)} beginnings")
     return 0
 
@@ -138,16 +144,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--prompts", type=Path, nargs="+", required=True, metavar="FILE", help="JSONL, as for training; a source each")
-    add("--out", type=Path, required=True, metavar="FILE")
+    add("--out", type=Path, required=True, metavar="FILE", help="JSONL of the new prompts")
     add("--target", default=DEFAULT_PAIR, metavar="SOURCE", help="hub id, folder, GGUF file or %(default)s (default)")
     add("--copies", type=whole(1), default=1, metavar="N", help="new prompts from each (default %(default)s)")
     add("--temperature", type=number, default=0.8, metavar="T", help="of the writing (default %(default)s)")
-    add("--max-len", type=whole(8), default=320, metavar="N", help="tokens of a prompt (default %(default)s)")
-    add("--max-new-tokens", type=whole(2), default=96, metavar="N", help="written at most (default %(default)s)")
+    add("--max-len", type=whole(8), default=320, metavar="N", help="tokens of a prompt at most (default %(default)s)")
+    add("--max-new-tokens", type=whole(2), default=96, metavar="N", help="tokens written at most (default %(default)s)")
     add("--rows", type=whole(1), default=64, metavar="N", help="prompts written at once (default %(default)s)")
     add("--seed", type=whole(0, 2**31 - 1), default=0, metavar="N", help="of the cuts (default %(default)s)")
     return parser
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())
