@@ -7,18 +7,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from reanchor_jax.errors import ReanchorError
+
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """A file beside the place, to be written in the block; moved there at its end, or removed by an error.
 
-    What a link points to is replaced, not the link.
+    What a link points to is replaced, not the link. Two processes may write the same place.
+
+    Raises:
+      ReanchorError: the place cannot be written.
     """
     path = Path(os.path.realpath(path))
-    aside = path.with_name(f".{path.name}.partial")
+    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield aside
         os.replace(aside, path)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ReanchorError(f"{path} cannot be written: {reason}; make room for it, or name another place") from None
     finally:
         aside.unlink(missing_ok=True)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.pair import Pair
@@ -60,6 +62,39 @@ def test_files_are_shared_whatever_the_batches(pair: Pair, tmp_path: Path):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")} == before
 
 
+@pytest.mark.parametrize("damage", ["truncated", "empty", "foreign", "shorter", "another width", "a folder"])
+def test_a_damaged_file_is_named(pair: Pair, tmp_path: Path, damage: str):
+    features, batch = source(pair, tmp_path), make_batch(TEXTS, 2)
+    features(batch)
+    path = min(tmp_path.glob("*.safetensors"))
+    whole = path.read_bytes()
+    arrays = safetensors.numpy.load(whole)
+    if damage == "a folder":
+        path.unlink()
+        path.mkdir()
+    else:
+        shorter = {name: x[:-1] for name, x in arrays.items()}
+        narrow = {**arrays, "features": arrays["features"][:, :1].copy()}
+        data = {"truncated": whole[:-1], "empty": b"", "foreign": b"no tensors" * 9}
+        data |= {"shorter": safetensors.numpy.save(shorter), "another width": safetensors.numpy.save(narrow)}
+        path.write_bytes(data[damage])
+    with pytest.raises(ReanchorError, match=f"{path.name} is damaged: .*; remove it"):
+        features(batch)
+
+
+def test_a_disk_that_fills_up_leaves_no_half_file(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    features = source(pair, tmp_path)
+
+    def fill(path: Path, data: bytes) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill)
+    with pytest.raises(ReanchorError, match="safetensors cannot be written: No space left on device; make room"):
+        features(make_batch(TEXTS, 2))
+    assert [path.name for path in tmp_path.iterdir()] == ["features.json"]
+
+
 def test_bfloat16_takes_half(pair: Pair, tmp_path: Path):
     whole, half = source(pair, tmp_path / "whole"), source(pair, tmp_path / "half", dtype="bfloat16")
     assert whole.token_bytes - half.token_bytes == 2 * whole.scale.shape[0]
@@ -72,7 +107,7 @@ def test_another_target_or_setting_is_refused(pair: Pair, tmp_path: Path):
     with pytest.raises(ReanchorError, match="num_top 3, got 4"):
         source(pair, tmp_path, num_top=4)
     other = make_pair(5, tied=False, seed=7)
-    with pytest.raises(ReanchorError, match="holds features with target .* another folder with --features"):
+    with pytest.raises(ReanchorError, match=r"holds features with target .* another folder with --features"):
         source(other, tmp_path)
 
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors
 import safetensors.flax
 import safetensors.numpy
 from flax import nnx
@@ -150,15 +151,32 @@ class FeatureSource:
         texts = _texts(batch)
         if not all(self._path(text).exists() for text in texts):
             self._write(batch)
-        files = [safetensors.flax.load_file(self._path(text)) for text in texts]
+        files = [self._read(text) for text in texts]
         size, empty = batch.tokens.shape[1], batch.tokens.shape[0] - len(texts)
 
         def pad(name: str) -> np.ndarray:
-            rows = [np.asarray(file[name]) for file in files]
-            rows = [np.pad(row, ((0, size - len(row)), (0, 0))) for row in rows]
+            rows = [np.pad(file[name], ((0, size - len(file[name])), (0, 0))) for file in files]
             return np.stack([*rows, *[np.zeros_like(rows[0])] * empty])
 
         return TextFeatures(pad("features"), TopTokens(pad("top_ids"), pad("top_probs").astype(np.float32)))
+
+    def _read(self, text: np.ndarray) -> dict[str, np.ndarray]:
+        """What `_write` has written for a text; ReanchorError where it is anything else."""
+        path, num_top = self._path(text), self._settings["num_top"]
+        expected = {
+            "features": ((len(text), len(self.scale)), self._settings["dtype"]),
+            "top_ids": ((len(text), num_top), "int32"),
+            "top_probs": ((len(text), num_top), "float16"),
+        }
+        try:
+            arrays = {name: np.asarray(x) for name, x in safetensors.flax.load_file(path).items()}
+            found = {name: (x.shape, str(x.dtype)) for name, x in arrays.items()}
+            reason = "" if found == expected else f"it holds {found}, expected {expected}"
+        except (OSError, safetensors.SafetensorError) as error:
+            arrays, reason = {}, str(error)
+        if reason:
+            raise ReanchorError(f"{path} is damaged: {reason}; remove it, a run writes it again")
+        return arrays
 
     def _write(self, batch: Batch) -> None:
         """Computes the whole batch, whatever part of it is there, so that its programs stay few."""
@@ -170,7 +188,7 @@ class FeatureSource:
             probs = top.probs[row, real].astype(np.float16)
             arrays = {"features": features[row, real], "top_ids": top.ids[row, real], "top_probs": probs}
             with written_whole(path) as aside:
-                safetensors.numpy.save_file({name: np.ascontiguousarray(x) for name, x in arrays.items()}, aside)
+                aside.write_bytes(safetensors.numpy.save({n: np.ascontiguousarray(x) for n, x in arrays.items()}))
 
     def _path(self, text: np.ndarray) -> Path:
         return self.folder / f"{hashlib.sha256(text.tobytes()).hexdigest()[:24]}.safetensors"

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 
 from reanchor_jax.drafter import Drafter
+from reanchor_jax.errors import ReanchorError
 from reanchor_jax.target import Target
 from reanchor_jax.training.blocks import Batch
 from reanchor_jax.training.checkpoints import check_settings
@@ -65,6 +66,8 @@ def train(
     config.optimizer.validate()
     check_start(target, start, config.freeze_backbone)
     check_rows(config.num_rows, num_data_parts())
+    if config.distill and config.num_top > target.config.vocab_size:
+        raise ReanchorError(f"--num-top is {config.num_top}; expected at most the {target.config.vocab_size} tokens")
     target, start = place_network(target), place_network(start)
     batches = make_batches(texts, config.num_rows, config.seed)
     held_out_batches = make_batches(held_out, config.num_rows, 0)
