@@ -67,7 +67,7 @@ def test_steps_of_an_update_equal_one_step_on_their_joined_batch():
             for between in got[3 * k + 3 : 3 * k + 5]:  # between two updates nothing moves at all
                 np.testing.assert_array_equal(between[name], got[3 * k + 2][name])
     assert all(np.max(np.abs(want[-1][name] - want[0][name])) > 1e-2 for name in want[0])
-    # Negative control: a schedule that counts steps, or the sum in place of the mean, is far outside.
+    # Negative control: a warm-up of one update instead of two is far outside.
     other = updated(split, warmup=2, accumulate=3)
     assert np.max(np.abs(other[-1]["weight"] - want[-1]["weight"])) > 1e-3
 
