@@ -41,9 +41,9 @@ class Sizes(NamedTuple):
 
 
 def token_macs(layer: LayerConfig) -> int:
-    """Multiply-adds with the weights of one layer for one token: q, o; k, v; gate, up, down."""
+    """Multiply-adds with the weights of one layer for one token: q, o; k, v (or one for both); gate, up, down."""
     width, queries, keys = layer.hidden_size, layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    return 2 * width * queries + 2 * width * keys + 3 * width * layer.intermediate_size
+    return 2 * width * queries + (2 - layer.shared_kv) * width * keys + 3 * width * layer.intermediate_size
 
 
 def step_flops(config: DrafterConfig, sizes: Sizes) -> int:
@@ -75,9 +75,8 @@ def step_flops(config: DrafterConfig, sizes: Sizes) -> int:
 
 def features_flops(config: TargetConfig, sizes: Sizes) -> int:
     """The same of the target's forward over R texts, all products of its attention included; no logits."""
-    layer = config.layer
-    attention = 2 * layer.num_heads * layer.head_dim * sizes.length
-    return 2 * sizes.rows * sizes.length * config.num_layers * (token_macs(layer) + attention)
+    macs = [token_macs(layer) + 2 * layer.num_heads * layer.head_dim * sizes.length for layer in config.pattern]
+    return 2 * sizes.rows * sizes.length * sum(macs) * (config.num_layers // len(config.pattern))
 
 
 def step_inputs(target: Target, drafter: Drafter, sizes: Sizes, optimizer: OptimizerConfig) -> tuple[Any, ...]:

@@ -83,11 +83,11 @@ def test_steps_are_the_epochs(name: str):
     assert options.mesh.data * options.mesh.model == plan.accelerators
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-4b"])
+@pytest.mark.parametrize("name", NAMES)
 def test_flops_are_those_of_the_traced_products(name: str):
     """tests/test_train_speed.py holds the other side against what is traced."""
     plan = cost.read_plan(name)
-    sizes = Sizes(rows=1, anchors=512, length=plan.text_len, vocab=plan.target.vocab_size)
+    sizes = Sizes(rows=1, anchors=plan.flags.anchors, length=plan.text_len, vocab=plan.target.vocab_size)
     got = cost.cost_of(plan)
     assert got.training == plan.texts * plan.epochs * step_flops(plan.drafter, sizes)
     assert got.features == plan.texts * features_flops(plan.target, sizes)
