@@ -83,3 +83,18 @@ def test_bad_input_is_one_line(folders: Folders, tmp_path: Path, capsys):
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_nothing_finished_and_bad_places_are_one_line(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    questions = tmp_path / "sums.jsonl"
+    questions.write_text("".join(json.dumps({"prompt": f"Add {i} to {i * i} at once."}) + "\n" for i in range(10, 14)))
+    never = lambda target, prompts, path, **_: path.write_text('{"index": 0, "answer_ids": [55]}\n')
+    monkeypatch.setattr(self_prompts, "generate_answers", never)
+    for out, message in (("new.jsonl", "finished none of 4 beginnings"), (".", "which is no file")):
+        command = ["--target", folders.target, "--prompts", questions, "--out", tmp_path / out]
+        assert main([str(flag) for flag in command]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: ") and message in error
+    assert [path.name for path in tmp_path.iterdir()] == ["sums.jsonl"]

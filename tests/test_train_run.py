@@ -241,6 +241,11 @@ def test_answers_are_plain_decoding_and_resumable(pair: Pair, tmp_path: Path):
     assert len(read_answers(whole, 16, 512)) == 5
     with pytest.raises(ReanchorError, match="answers another prompt"):
         generate_answers(pair.target, prompts[::-1], cut, max_new_tokens=9, num_rows=2)
+    with pytest.raises(ReanchorError, match=r"cut\.jsonl with max_new_tokens 9, got 8"):
+        generate_answers(pair.target, prompts, cut, max_new_tokens=8, num_rows=2)
+    cut.write_text(json.dumps({**rows[0], "answer_ids": []}) + "\n")
+    with pytest.raises(ReanchorError, match=r"cut\.jsonl line 1: answer_ids is \[\]; expected a list of token ids"):
+        generate_answers(pair.target, prompts, cut, max_new_tokens=9, num_rows=2)
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,10 @@ from reanchor_jax.loop import generate
 from reanchor_jax.pair import Pair
 from reanchor_jax.target import Target
 from reanchor_jax.tokenizer import ChatTokenizer
+from reanchor_jax.training.checkpoints import check_settings
 from reanchor_jax.training.data import read_jsonl, token_ids
 from reanchor_jax.training.evaluate import PROMPT_STEP
+from reanchor_jax.training.features import fingerprint
 from reanchor_jax.training.mesh import split_texts
 
 
@@ -74,17 +76,20 @@ def generate_answers(
 
     Each line holds `index` (of the prompt), `source`, `prompt_ids` and `answer_ids`. Half a line
     at the end, from a run that was killed, is cut off first. Above temperature 0 the noise of a
-    prompt is keyed by its index, so that batches do not matter.
+    prompt is keyed by its index, so that batches do not matter. What else the answers depend on is in
+    a file beside them, `settings_of(path)`.
 
     Raises:
-      ReanchorError: `path` holds answers to other prompts.
+      ReanchorError: `path` holds answers to other prompts, of another target or under other settings.
     """
-    done = _answered(path, prompts)
+    done = _answered(path, prompts, target.config.vocab_size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "target": fingerprint(target)}
+    check_settings(settings_of(path), settings, of=path.name)
     config = DecodeConfig(method="ar", temperature=temperature)
     run = jax.jit(partial(_answer_batch, config=config, max_new_tokens=max_new_tokens))
     # Prompts of one padded length share a batch and a compiled program.
     todo = sorted((i for i in range(len(prompts)) if i not in done), key=lambda i: (_padded(prompts[i]), i))
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         while todo:
             size = _padded(prompts[todo[0]])
@@ -130,7 +135,12 @@ def _padded(prompt: Prompt) -> int:
     return -(-len(prompt.ids) // PROMPT_STEP) * PROMPT_STEP
 
 
-def _answered(path: Path, prompts: Sequence[Prompt]) -> set[int]:
+def settings_of(path: Path) -> Path:
+    """Where `generate_answers` notes the settings of what is in `path`."""
+    return path.with_name(f"{path.name}.settings")
+
+
+def _answered(path: Path, prompts: Sequence[Prompt], vocab_size: int) -> set[int]:
     """Indices that `path` answers already."""
     if not path.exists():
         return set()
@@ -145,5 +155,6 @@ def _answered(path: Path, prompts: Sequence[Prompt]) -> set[int]:
         fits = type(index) is int and 0 <= index < len(prompts) and row.get("prompt_ids") == list(prompts[index].ids)
         if not fits:
             raise ReanchorError(f"{path} line {number} answers another prompt; use a new folder, or remove that file")
+        token_ids(row.get("answer_ids"), f"{path} line {number}: answer_ids", vocab_size)
         done.add(index)
     return done

@@ -111,7 +111,7 @@ class FeatureSource:
         self.folder, self.scale = folder, jnp.ones(len(tap_ids) * target.config.layer.hidden_size, jnp.float32)
         self._target, self._settings = target, {"tap_ids": tap_ids, "num_top": num_top, "dtype": dtype}
         folder.mkdir(parents=True, exist_ok=True)
-        settings = {**self._settings, "target": _fingerprint(target)}
+        settings = {**self._settings, "target": fingerprint(target)}
         check_settings(folder / "features.json", settings, of="features", another="--features")
         self.token_bytes = token_bytes(self.scale.shape[0], dtype, num_top)
 
@@ -204,7 +204,7 @@ def _texts(batch: Batch) -> list[np.ndarray]:
     return [row[:length] for row, length in zip(batch.tokens, batch.lengths, strict=True) if length]
 
 
-def _fingerprint(target: Target) -> str:
+def fingerprint(target: Target) -> str:
     """Hash of the config and of at most 1,024 numbers of every parameter, spread over it."""
     sha = hashlib.sha256(repr(dataclasses.asdict(target.config)).encode())
     for leaf in jax.tree.leaves(target):

@@ -34,7 +34,7 @@ from reanchor_jax.default_pair import DEFAULT_PAIR, target_source
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.files import write_whole
 from reanchor_jax.tokenizer import ChatTokenizer, load_tokenizer
-from reanchor_jax.training.answers import Prompt, generate_answers, read_prompts
+from reanchor_jax.training.answers import Prompt, generate_answers, read_prompts, settings_of
 from reanchor_jax.training.data import read_jsonl
 from reanchor_jax.training.progress import progress
 
@@ -106,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     flags = _parser().parse_args(argv)
+    if flags.out.exists() and not flags.out.is_file():
+        raise ReanchorError(f"--out is {flags.out}, which is no file; expected a file, or a name that is free")
     source = target_source(flags.target)
     target, tokenizer = load_target(source, dtype=jnp.float32), load_tokenizer(source)
     if tokenizer is None:
@@ -129,9 +131,15 @@ def _run(argv: Sequence[str] | None) -> int:
         ids = finished(starts[row["index"]], row["answer_ids"], tokenizer)
         if ids is not None and len(ids) <= flags.max_len and ids not in known:
             known.add(ids)
-            lines.append(json.dumps({"source": row["source"], "prompt_ids": ids}) + "\n")
-    write_whole(flags.out, "".join(lines))
+            lines.append(json.dumps({"source": starts[row["index"]].prompt.source, "prompt_ids": ids}) + "\n")
+    if lines:
+        write_whole(flags.out, "".join(lines))
     parts.unlink()
+    settings_of(parts).unlink(missing_ok=True)
+    if not lines:
+        raise ReanchorError(
+            f"the target finished none of {len(starts)} beginnings as a new prompt; raise --max-new-tokens or --copies"
+        )
     print(f"saved {flags.out}: {len(lines)} prompts from {len(starts)} beginnings")
     return 0
 
