@@ -135,6 +135,30 @@ def test_a_resumed_log_holds_no_step_beyond_the_checkpoint(tmp_path: Path):
     assert [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [0, 10, 20]
 
 
+NO_RECORDS = (
+    *(b"garbage", b"\xff\xfe\0", b"[1]", b"[" * 99_999, b'{"loss": 1.0}', b'{"step": true}', b'{"step": 1.5}'),
+    *(
+        b'{"step": 1, "loss": "x"}',
+        b'{"step": 1, "loss": {"a": {"b": 1}}}',
+        b'{"step": 1, "loss": 1' + b"0" * 400 + b"}",
+    ),
+    *(
+        b'{"step": 1, "held_out": 3}',
+        b'{"step": 1, "held_out": {"loss": 1.0}}',
+        b'{"step": 1, "rollout": {"tau": null}}',
+    ),
+)
+
+
+def test_a_line_that_is_no_record_is_named(tmp_path: Path):
+    for line in NO_RECORDS:
+        whole = json.dumps(RECORDS[0]).encode() + b"\n" + line + b"\n"
+        (tmp_path / "log.jsonl").write_bytes(whole)
+        with pytest.raises(ReanchorError, match=r"log\.jsonl line 2 is .*; expected a record: remove that line"):
+            open_log(tmp_path, 20)
+        assert (tmp_path / "log.jsonl").read_bytes() == whole
+
+
 def test_tensorboard_without_its_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):

@@ -151,6 +151,10 @@ def test_resume_with_other_settings_is_refused(pair: Pair, tmp_path: Path):
         run(pair, tmp_path, steps=3, gamma=5.0)
     with pytest.raises(ReanchorError, match="holds a run with optimizer"):
         run(pair, tmp_path, steps=4)
+    for damaged in ("[1]", "[" * 99_999, ""):
+        (tmp_path / "train.json").write_text(damaged)
+        with pytest.raises(ReanchorError, match=r"train\.json is damaged; name another folder with --out"):
+            run(pair, tmp_path, steps=3)
 
 
 def test_finished_run_returns_its_drafter(pair: Pair, tmp_path: Path):

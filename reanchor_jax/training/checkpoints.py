@@ -86,8 +86,10 @@ def check_settings(path: Path, settings: dict[str, Any], *, of: str = "a run", a
     if path.exists():
         try:
             old = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            raise ReanchorError(f"{path} is damaged; name another folder with {another}") from None
+        except (ValueError, RecursionError):
+            old = None
+        if not isinstance(old, dict):
+            raise ReanchorError(f"{path} is damaged; name another folder with {another}")
         for name in sorted({*old, *settings}):
             if old.get(name) != settings.get(name):
                 raise ReanchorError(

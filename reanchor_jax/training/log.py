@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from reanchor_jax.errors import ReanchorError
 from reanchor_jax.files import write_whole
 from reanchor_jax.training import plot
 from reanchor_jax.training.tensorboard import EventFile
@@ -76,19 +77,41 @@ def csv_text(rows: Sequence[Mapping[str, float]]) -> str:
 
 
 def read_until(path: Path, step: int) -> list[Record]:
-    """The records up to a step, the checkpoint's; forgets later ones, so that no step is logged twice."""
+    """The records up to a step, the checkpoint's; forgets later ones, so that no step is logged twice.
+
+    Raises:
+      ReanchorError: a line is no record. Half a line at the end, from a run that was killed, is forgotten.
+    """
     if not path.exists():
         return []
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    *lines, _ = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            if record["step"] <= step:
-                kept.append(record)
-        except (ValueError, KeyError, TypeError):
-            continue  # half a line, from a run that was killed
+        except (ValueError, RecursionError):
+            record = None
+        if not _is_record(record):
+            raise ReanchorError(f"{path} line {number} is {str(line[:40])[2:-1]}; expected a record: remove that line")
+        if record["step"] <= step:
+            kept.append(record)
     write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
     return kept
+
+
+def _is_record(value: Any) -> bool:
+    """Whether a value is one that `Log.append` writes a line of."""
+    if not isinstance(value, dict):
+        return False
+    inner = [x for group in value.values() for x in (group.values() if isinstance(group, dict) else [group])]
+    numbers = [x for each in inner for x in (each if isinstance(each, list) else [each])]
+    held_out = value.get("held_out", {"proxy_tau": 1.0})
+    return (
+        type(value.get("step")) is int
+        and all(type(x) is float or (type(x) is int and abs(x) < 1 << 63) for x in numbers)
+        and isinstance(held_out, dict)
+        and type(held_out.get("proxy_tau")) is float
+    )
 
 
 class Log:
