@@ -13,7 +13,7 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.files import write_whole
@@ -99,7 +99,7 @@ def read_until(path: Path, step: int) -> list[Record]:
     return kept
 
 
-def _is_record(value: Any) -> bool:
+def _is_record(value: Any) -> TypeGuard[Record]:
     """Whether a value is one that `Log.append` writes a line of."""
     if not isinstance(value, dict):
         return False
