@@ -8,6 +8,7 @@ import json
 import struct
 import sys
 from pathlib import Path
+from unittest import mock
 
 import matplotlib
 import pytest
@@ -210,6 +211,17 @@ def test_progress(is_terminal: bool):
         f"training 19 of 20, 0:00:25 left, {numbers}",
         "a line beside it",
     ]
+
+
+def test_the_best_drafter_is_saved_before_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run, saved = mock.Mock(folder=tmp_path, best=1.0), []
+    run.evaluate.return_value = HELD_OUT
+    run.log.append.side_effect = lambda _: saved.append("record")
+    monkeypatch.setattr("reanchor_jax.training.run.save_drafter", lambda _, path: saved.append(path.name))
+    monkeypatch.setattr(run.log, "publish", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        Run.report(run)
+    assert saved == ["best", "record"]
 
 
 def test_a_run_that_was_killed_has_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -224,6 +224,10 @@ class Run(abc.ABC):
     def report(self) -> None:
         """Evaluates, logs, and keeps the drafter if it is the best so far."""
         result = self.evaluate()
+        if result["proxy_tau"] > self.best:
+            # Before its record: a run that is killed in between evaluates again.
+            self.best = result["proxy_tau"]
+            save_drafter(self.exported(), self.folder / "best")
         self.log.append({"step": self.done, "held_out": result})
         self.log.publish()
         tau = f", tau {result['tau']:.3f}" if "tau" in result else ""
@@ -233,9 +237,6 @@ class Run(abc.ABC):
             f"accuracy {' '.join(f'{a:.2f}' for a in result['accuracy'][:4])} .., "
             f"proxy tau {result['proxy_tau']:.3f}{tau}"
         )
-        if result["proxy_tau"] > self.best:
-            self.best = result["proxy_tau"]
-            save_drafter(self.exported(), self.folder / "best")
 
     def held_out_blocks(self) -> Iterator[tuple[Batch, Any, jax.Array]]:
         """Held-out batches, their features, and keys for anchors that never change."""
