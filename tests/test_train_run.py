@@ -22,6 +22,7 @@ from reanchor_jax.errors import ReanchorError
 from reanchor_jax.loop import generate
 from reanchor_jax.pair import Pair
 from reanchor_jax.training.answers import Prompt, generate_answers
+from reanchor_jax.training.checkpoints import Checkpoints
 from reanchor_jax.training.data import Text, batch_index, frequent_tokens, make_batches, read_answers, split_held_out
 from reanchor_jax.training.main import main
 from reanchor_jax.training.optimizer import OptimizerConfig, make_optimizer
@@ -155,6 +156,17 @@ def test_resume_with_other_settings_is_refused(pair: Pair, tmp_path: Path):
         (tmp_path / "train.json").write_text(damaged)
         with pytest.raises(ReanchorError, match=r"train\.json is damaged; name another folder with --out"):
             run(pair, tmp_path, steps=3)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    checkpoints = Checkpoints(tmp_path)
+    full = lambda *_, **__: (_ for _ in ()).throw(ValueError("RESOURCE_EXHAUSTED:\nNo space left on device"))
+    monkeypatch.setattr(checkpoints._manager, "save", full)
+    with pytest.raises(
+        ReanchorError, match="3 cannot be written: RESOURCE_EXHAUSTED: No space left on device; make room"
+    ):
+        checkpoints.save(3, {"x": jnp.zeros(2)})
+    checkpoints.close()
 
 
 def test_finished_run_returns_its_drafter(pair: Pair, tmp_path: Path):

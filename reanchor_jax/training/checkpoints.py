@@ -36,9 +36,20 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any) -> None:
-        """Writes the state of `step` if it is not there yet."""
-        if step != self.latest():
+        """Writes the state of `step` if it is not there yet.
+
+        Raises:
+          ReanchorError: it cannot be written, as on a full disk.
+        """
+        if step == self.latest():
+            return
+        try:
             self._manager.save(step, args=ocp.args.StandardSave(_named(state)), force=True)
+        except Exception as error:  # tensorstore's are ValueErrors
+            raise ReanchorError(
+                f"checkpoint {self.folder / str(step)} cannot be written: {' '.join(str(error).split())[:160]}; "
+                "make room for it: the same command goes on from the one before"
+            ) from error
 
     def restore(self, step: int, like: T) -> T:
         """The state of `step`, on the devices of `like`.
