@@ -103,7 +103,7 @@ def test_bfloat16_takes_half(pair: Pair, tmp_path: Path):
 
 
 def test_another_target_or_setting_is_refused(pair: Pair, tmp_path: Path):
-    source(pair, tmp_path)
+    source(pair, tmp_path)(make_batch(TEXTS, 2))
     with pytest.raises(ReanchorError, match="num_top 3, got 4"):
         source(pair, tmp_path, num_top=4)
     other = make_pair(5, tied=False, seed=7)
@@ -116,3 +116,5 @@ def test_a_full_disk_is_seen_before_the_first_step(pair: Pair, tmp_path: Path, m
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(ReanchorError, match=r"0\.00 GB are free"):
         features.check_room([make_batch(TEXTS, 2)])
+    assert not list(tmp_path.iterdir())  # nothing that would refuse what the error advises
+    source(pair, tmp_path, dtype="bfloat16")

@@ -8,6 +8,7 @@ killed at any moment finds its latest complete step.
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,13 +44,17 @@ class Checkpoints:
         """
         if step == self.latest():
             return
+        log = logging.getLogger("absl")  # where Orbax's threads print the tracebacks of what is raised here
         try:
+            log.disabled = True
             self._manager.save(step, args=ocp.args.StandardSave(_named(state)), force=True)
         except Exception as error:  # tensorstore's are ValueErrors
             raise ReanchorError(
                 f"checkpoint {self.folder / str(step)} cannot be written: {' '.join(str(error).split())[:160]}; "
                 "make room for it: the same command goes on from the one before"
             ) from error
+        finally:
+            log.disabled = False
 
     def restore(self, step: int, like: T) -> T:
         """The state of `step`, on the devices of `like`.
@@ -81,7 +86,9 @@ def _named(state: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
-def check_settings(path: Path, settings: dict[str, Any], *, of: str = "a run", another: str = "--out") -> None:
+def check_settings(
+    path: Path, settings: dict[str, Any], *, of: str = "a run", another: str = "--out", write: bool = True
+) -> None:
     """Writes settings beside what they are of, or compares them with those that are there.
 
     Args:
@@ -89,6 +96,7 @@ def check_settings(path: Path, settings: dict[str, Any], *, of: str = "a run", a
       settings: everything that what the folder holds is a function of.
       of: what that is, for the error.
       another: flag that names another folder.
+      write: whether to write them where there are none; False: what they are of may still be refused.
 
     Raises:
       ReanchorError: a setting differs, which would make what is there another thing.
@@ -108,4 +116,5 @@ def check_settings(path: Path, settings: dict[str, Any], *, of: str = "a run", a
                     f"resume with the same settings, or name another folder with {another}"
                 )
         return
-    write_whole(path, json.dumps(settings, indent=1, sort_keys=True) + "\n")
+    if write:
+        write_whole(path, json.dumps(settings, indent=1, sort_keys=True) + "\n")

@@ -112,7 +112,8 @@ class FeatureSource:
         self._target, self._settings = target, {"tap_ids": tap_ids, "num_top": num_top, "dtype": dtype}
         folder.mkdir(parents=True, exist_ok=True)
         settings = {**self._settings, "target": fingerprint(target)}
-        check_settings(folder / "features.json", settings, of="features", another="--features")
+        self._check = partial(check_settings, folder / "features.json", settings, of="features", another="--features")
+        self._check(write=False)
         self.token_bytes = token_bytes(self.scale.shape[0], dtype, num_top)
 
     def check_room(self, batches: Sequence[Batch]) -> str:
@@ -180,6 +181,7 @@ class FeatureSource:
 
     def _write(self, batch: Batch) -> None:
         """Computes the whole batch, whatever part of it is there, so that its programs stay few."""
+        self._check()  # with the first file, not before: a run whose features find no room leaves nothing
         features, top = jax.device_get(texts_forward(self._target, split_texts(batch.tokens), **self._settings))
         for row, text in enumerate(_texts(batch)):
             path, real = self._path(text), slice(0, len(text))

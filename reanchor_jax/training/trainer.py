@@ -74,10 +74,13 @@ def train(
     check_anchors(config.num_anchors, [*batches, *held_out_batches])
     folder.mkdir(parents=True, exist_ok=True)
     dtype = {"compute_dtype": str(target.dtype)}
-    check_settings(
-        folder / "train.json",
-        {**config.result_settings(), "drafter": dataclasses.asdict(start.config), "texts": digest(texts), **dtype},
-    )
+    settings = {
+        **config.result_settings(),
+        "drafter": dataclasses.asdict(start.config),
+        "texts": digest(texts),
+        **dtype,
+    }
+    check_settings(folder / "train.json", settings, write=False)
     echo(f"{len(texts)} texts in {len(batches)} batches, {len(held_out)} texts held out")
     features = FeatureSource(
         target,
@@ -87,6 +90,7 @@ def train(
         num_top=config.num_top if config.distill else 0,
     )
     echo(features.check_room([*batches, *held_out_batches]))
+    check_settings(folder / "train.json", settings)  # now that the run can start
     features.measure_scale(batches)
     run = _Run(target, start, held_out, features, config, folder, start_is_scaled=start_is_scaled, echo=echo)
     ids = None if config.train_vocab is None else frequent_tokens(texts, config.train_vocab)
