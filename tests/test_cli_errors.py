@@ -7,6 +7,7 @@ import os
 import pytest
 
 from reanchor_jax.cli.arguments import parse
+from reanchor_jax.cli.process import run
 from reanchor_jax.config import DecodeConfig
 from tests.cli_pair import MAX_POSITIONS, VOCAB_SIZE, call, folders_and_cache
 
@@ -172,3 +173,11 @@ def test_prompts_that_do_not_fit(folders, capsys, tmp_path):
     assert "--logprobs is 999; expected at most" in refused(capsys, *flags, "--logprobs", 999)
     assert "thinking=True was asked" in refused(capsys, "x", *folders.flags, "--thinking")
     assert [file.name for file in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+
+def test_memory_that_runs_out_is_one_line(capsys: pytest.CaptureFixture):
+    def allocate() -> int:
+        raise MemoryError("Unable to allocate 477. GiB")
+
+    assert run(allocate, smaller="--rows") == 2
+    assert capsys.readouterr().err == "error: out of memory: Unable to allocate 477. GiB; try a smaller --rows\n"

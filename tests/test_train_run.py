@@ -316,6 +316,11 @@ def folder(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--head domino --markov rnn --init target --answers answers.jsonl", "--markov is of another head"),
         ("--rank 4 --init target --answers answers.jsonl", "--rank is of another head; expected no such flag with no"),
         ("--head dspark --freeze-backbone --init x --answers answers.jsonl", "does not go with --head dspark"),
+        ("--head domino --gru 2147483647 --init x --answers answers.jsonl", "expected an integer from 1 to 131072"),
+        (
+            "--mask-token-id 15 --answers answers.jsonl --held-out 2 --anchors 4 --distill 1 --num-top 17",
+            "--num-top is 17",
+        ),
         ("--freeze-backbone --mask-token-id 15 --answers answers.jsonl --held-out 2 --anchors 4", "nothing to train"),
         ("--recipe tiny-pair --mask-token-id 0", "does not go with --recipe"),
         ("--recipe tiny-pair --freeze-backbone", "--freeze-backbone does not go with --recipe"),

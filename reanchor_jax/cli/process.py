@@ -42,6 +42,10 @@ def run(program: Callable[[], int], *, smaller: str = "", interrupted: str = "in
         hint = f"; try a smaller {smaller}" if smaller else ""
         print(f"error: the device failed: {first}{hint}", file=sys.stderr)
         return BAD_INPUT
+    except MemoryError as error:
+        hint = f"; try a smaller {smaller}" if smaller else ""
+        print(f"error: out of memory: {error or 'nothing is left'}{hint}", file=sys.stderr)
+        return BAD_INPUT
     except BrokenPipeError:
         # The reader is gone, which is its right. Python flushes stdout at exit: give it a place to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

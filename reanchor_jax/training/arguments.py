@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from reanchor_jax.checkpoint.fields import MAX_WIDTH
 from reanchor_jax.cli.flags import Parser, folder, number, whole
 from reanchor_jax.config import DominoConfig, DSparkConfig, HeadConfig, MarkovHead
 from reanchor_jax.default_pair import DEFAULT_PAIR
@@ -260,8 +261,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--target-layer-ids", type=_ids, metavar="I,J,..", help="new drafter: tapped layers (default: 5 spread ones)")
 
     add("--head", choices=("domino", "dspark"), help="a fresh head on the backbone of --init (default: its own head)")
-    add("--rank", type=whole(1), metavar="N", help="fresh head: rank of the correction (default 128)")
-    add("--gru", type=whole(1), metavar="N", help="fresh domino head: width of the GRU (default 256)")
+    add("--rank", type=whole(1, MAX_WIDTH), metavar="N", help="fresh head: rank of the correction (default 128)")
+    add("--gru", type=whole(1, MAX_WIDTH), metavar="N", help="fresh domino head: width of the GRU (default 256)")
     add("--markov", choices=get_args(MarkovHead), help="fresh dspark head: kind of correction (default gated)")
     add("--freeze-backbone", action="store_true", help="train the head alone")
 
