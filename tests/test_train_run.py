@@ -21,6 +21,7 @@ from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.loop import generate
 from reanchor_jax.pair import Pair
+from reanchor_jax.training import trainer
 from reanchor_jax.training.answers import Prompt, generate_answers
 from reanchor_jax.training.checkpoints import Checkpoints
 from reanchor_jax.training.data import Text, batch_index, frequent_tokens, make_batches, read_answers, split_held_out
@@ -167,6 +168,20 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path: Path, monkeyp
     ):
         checkpoints.save(3, {"x": jnp.zeros(2)})
     checkpoints.close()
+
+
+def test_a_loss_that_is_no_number_ends_the_run(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    step = trainer.train_step
+
+    def break_down(state, *arguments, **settings):
+        state, loss = step(state, *arguments, **settings)
+        return state, loss if len(logged(tmp_path)) < 4 else loss * jnp.nan
+
+    (tmp_path / "log.jsonl").touch()
+    monkeypatch.setattr(trainer, "train_step", break_down)
+    with pytest.raises(ReanchorError, match=r"the loss is nan by step 5; .*the last checkpoint is of step 3"):
+        run(pair, tmp_path)
+    assert [row["step"] for row in logged(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_finished_run_returns_its_drafter(pair: Pair, tmp_path: Path):

@@ -171,6 +171,7 @@ class Run(abc.ABC):
                 if self.done % config.log_every == 0 or self.done == steps:
                     rows = jax.device_get(seen)
                     means = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+                    self.check_loss(means["loss"])
                     rate = (self.done - first) * self.blocks_per_step / (time.monotonic() - since)
                     reached = {"learning_rate": learning_rate(config.optimizer, self.done - 1)}
                     self.log.append({"step": self.done, **means, **reached, "blocks_per_second": round(rate, 2)})
@@ -191,6 +192,15 @@ class Run(abc.ABC):
         if not self.done:
             return self.config.eval_first
         return self.done % self.config.eval_every == 0 or self.done == self.config.optimizer.steps
+
+    def check_loss(self, loss: float) -> None:
+        """Raises ReanchorError for a loss that is no number, before it is logged or a checkpoint kept of it."""
+        if not np.isfinite(loss):
+            kept = self.checkpoints.latest()
+            raise ReanchorError(
+                f"the loss is {loss} by step {self.done}; expected a number: start again with a lower --learning-rate, "
+                f"or a --gamma nearer to 1 (the last checkpoint is of {'no step' if kept is None else f'step {kept}'})"
+            )
 
     def drafter(self) -> Drafter:
         """The drafter for the target's own features."""
