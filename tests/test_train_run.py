@@ -25,6 +25,7 @@ from reanchor_jax.training import trainer
 from reanchor_jax.training.answers import Prompt, generate_answers
 from reanchor_jax.training.checkpoints import Checkpoints
 from reanchor_jax.training.data import Text, batch_index, frequent_tokens, make_batches, read_answers, split_held_out
+from reanchor_jax.training.evaluate import make_decoder
 from reanchor_jax.training.main import main
 from reanchor_jax.training.optimizer import OptimizerConfig, make_optimizer
 from reanchor_jax.training.start import new_drafter, new_drafter_config, spread_layer_ids
@@ -168,6 +169,15 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path: Path, monkeyp
     ):
         checkpoints.save(3, {"x": jnp.zeros(2)})
     checkpoints.close()
+
+
+def test_before_the_first_step_tau_is_the_starts(pair: Pair, tmp_path: Path):
+    settings = {"tau_prompts": 2, "tau_tokens": 12}
+    run(pair, tmp_path, steps=3, eval_first=True, **settings)
+    evaluation = logged(tmp_path)[0]
+    prompts = [text.prompt_ids for text in random_texts(2)]
+    assert evaluation["step"] == 0
+    assert evaluation["held_out"]["tau"] == make_decoder(DecodeConfig(method="dflash"), 12)(pair, prompts).tau
 
 
 def test_a_loss_that_is_no_number_ends_the_run(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
