@@ -1,4 +1,4 @@
-"""The arithmetic of `experiments.train_speed`, against what is traced and what XLA counts; its table."""
+"""The arithmetic of `training.flops`, against what is traced and what XLA counts; its table."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from experiments.train_speed import Sizes, features_flops, main, step_flops, step_inputs
+from experiments.train_speed import main, step_inputs
 from reanchor_jax.checkpoint import save_drafter, save_target
 from reanchor_jax.cli import process
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.training.features import texts_forward
+from reanchor_jax.training.flops import StepSizes, features_flops, step_flops
 from reanchor_jax.training.optimizer import OptimizerConfig
 from reanchor_jax.training.step import train_step
 from tests.tiny import make_pair
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-SIZES = Sizes(rows=2, anchors=16, length=128, vocab=200)
+SIZES = StepSizes(rows=2, anchors=16, length=128, vocab=200)
 
 
 def traced(num_layers: int) -> tuple[Any, Any, int, int]:

@@ -1,8 +1,8 @@
 """`python -m reanchor_jax.training.cost RECIPE`: what a recipe's run costs, before anything is started.
 
-Parameters are counted in the networks themselves, built without arrays. A product of [m, k] and
-[k, n] is 2 m k n FLOPs. All texts count as texts of mean length T, and attention over all T keys,
-since masked ones are computed as well. What is small beside that (norms, rotary tables, softmax,
+Parameters are counted in the networks themselves, built without arrays; FLOPs as in `flops`. All
+texts count as texts of mean length, attention over all their keys, since masked ones are computed
+as well. What is small beside that (norms, rotary tables, softmax,
 padding, evaluation) is left out.
 """
 
@@ -25,6 +25,7 @@ from reanchor_jax.drafter import Drafter
 from reanchor_jax.target import Target
 from reanchor_jax.training.arguments import make_parser
 from reanchor_jax.training.features import token_bytes
+from reanchor_jax.training.flops import StepSizes, features_flops, step_flops
 from reanchor_jax.training.loss import CHUNK_ROWS
 from reanchor_jax.training.mesh import check_rows
 from reanchor_jax.training.recipe_file import read_recipe, recipe_flags
@@ -64,6 +65,9 @@ def read_plan(source: str) -> Plan:
     for name in needed:
         if getattr(flags, name) is None:
             raise recipe.section("train").fail(name, None, "a value: the cost depends on it")
+    for name in ("head", "init"):
+        if (got := getattr(flags, name)) is not None:
+            raise recipe.section("train").fail(name, got, "no such flag: the cost is of a new DFlash drafter")
     check_rows(flags.rows, flags.mesh.data)
     abstract = jax.eval_shape(lambda: Target(target, dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(0)))
     drafter = new_drafter_config(
@@ -97,8 +101,6 @@ class Sizes(NamedTuple):
     all: int
     layers: int
     """In the matrices of its layers: products with every token."""
-    keys_values: int
-    """Of these, in projections to keys and values, which a drafter applies to context tokens too."""
 
 
 def sizes(network: type[Target] | type[Drafter], config: TargetConfig | DrafterConfig) -> Sizes:
@@ -106,8 +108,7 @@ def sizes(network: type[Target] | type[Drafter], config: TargetConfig | DrafterC
     make = lambda: network(config, dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(0))  # pyright: ignore
     leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(make))
     named = [(jax.tree_util.keystr(path), leaf.size) for path, leaf in leaves]
-    kinds = (("",), ("_proj",), ("k_proj", "v_proj"))
-    return Sizes(*(sum(size for name, size in named if any(part in name for part in parts)) for parts in kinds))
+    return Sizes(*(sum(size for name, size in named if part in name) for part in ("", "_proj")))
 
 
 class Cost(NamedTuple):
@@ -123,34 +124,21 @@ class Cost(NamedTuple):
 
 
 def cost_of(plan: Plan) -> Cost:
-    """The arithmetic; shape letters as in `config`, T = `Plan.text_len`."""
-    flags, t, d, length = plan.flags, plan.target, plan.drafter, plan.text_len
-    target, drafter = sizes(Target, t), sizes(Drafter, d)
-    head = t.vocab_size * t.layer.hidden_size
-    trained_head = (flags.train_vocab or t.vocab_size) * t.layer.hidden_size
-    widths = [layer.num_heads * layer.head_dim for layer in t.pattern] * (t.num_layers // len(t.pattern))
-    attention = 4 * sum(widths) * length  # of one token: queries times keys, weights times values
-    tokens = plan.texts * length
-    forward = tokens * (2 * target.layers + attention)
-    answers = forward + plan.texts * plan.answer_len * 2 * head
-
-    fc = len(d.target_layer_ids) * d.layer.hidden_size**2
-    slots = flags.anchors * d.num_slots
-    keys = length + d.num_slots
-    block = 2 * drafter.layers + d.num_layers * 4 * d.layer.num_heads * d.layer.head_dim * keys
-    # Forward, gradient of inputs, gradient of weights: three of each. The features need no gradient
-    # (`fc`: two), the rows of the LM head neither (drafts: two).
-    drafts = flags.anchors * (d.block_size - 1)
-    of_text = length * (2 * 2 * fc + 3 * 2 * drafter.keys_values) + 3 * slots * block + 2 * drafts * 2 * trained_head
+    """The arithmetic, all texts being of mean length."""
+    flags, t, d = plan.flags, plan.target, plan.drafter
+    text = StepSizes(rows=1, anchors=flags.anchors, length=plan.text_len, vocab=flags.train_vocab or t.vocab_size)
+    tokens = plan.texts * plan.text_len
+    forward = plan.texts * features_flops(t, text)
+    logits = 2 * t.vocab_size * t.layer.hidden_size  # of one token
     steps = -(-plan.texts // flags.rows) * plan.epochs
     num_top = flags.num_top if flags.distill else 0
     kept = token_bytes(len(d.target_layer_ids) * d.layer.hidden_size, flags.feature_dtype, num_top)
     return Cost(
-        answers=answers,
-        features=forward + (tokens * 2 * head if num_top else 0),
-        training=plan.texts * plan.epochs * of_text,
+        answers=forward + plan.texts * plan.answer_len * logits,
+        features=forward + (tokens * logits if num_top else 0),
+        training=plan.texts * plan.epochs * step_flops(d, text),
         cache_bytes=tokens * kept,
-        device_bytes=device_bytes(plan, target, drafter),
+        device_bytes=device_bytes(plan, sizes(Target, t), sizes(Drafter, d)),
         steps=steps // flags.accumulate * flags.accumulate,
     )
 
