@@ -11,8 +11,9 @@ import numpy as np
 
 from experiments.study.resample import interval
 from experiments.study.tables import Figure
+from reanchor_jax.training.plot import BLUE, ORANGE, STYLE
 
-COLORS = ("#1b3a5c", "#d1662f", "#5b9a8b", "#a0a0a0", "#8c5a9e", "#c9a227", "#4f7cac", "#9b2c2c")
+COLORS = (BLUE, ORANGE, "#5b9a8b", "#a0a0a0", "#8c5a9e", "#c9a227", "#4f7cac", "#9b2c2c")
 """Told apart in gray, too, by their lightness; lines also differ in their markers."""
 MARKERS = "osD^vPX*"
 
@@ -26,19 +27,7 @@ def draw(figure: Figure, folder: Path) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    style: Any = {
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.grid.axis": "y",
-        "axes.axisbelow": True,
-        "grid.color": "#e4e4e4",
-        "font.size": 9,
-        "legend.frameon": False,
-        "svg.hashsalt": "reanchor",  # the same picture gives the same file
-        "svg.fonttype": "none",  # letters stay letters: smaller, and they can be searched
-    }
-    with pyplot.rc_context(style):
+    with pyplot.rc_context(STYLE):
         canvas, axes = pyplot.subplots(figsize=(6.0, 3.2), layout="constrained")
         figure.draw(axes)
         canvas.savefig(folder / f"{figure.stem}.png", dpi=160, metadata={"Software": None})

@@ -52,7 +52,7 @@ def train(
       folder: of the run.
       start_is_scaled: whether `start` was made for scaled features (`new_drafter`).
       features_folder: where the target's features are kept (None: in `folder`); runs with one target,
-        one set of tapped layers and one `feature_dtype` can share it.
+        one set of tapped layers, one `feature_dtype` and as many top tokens (none without `distill`) can share it.
       echo: gets a line now and then.
       on_step: called after each step (`log.OnStep`).
 
