@@ -103,7 +103,8 @@ def test_a_trained_pair_is_lossless(temperature, rule):
     check_trained_pair(pair, prompts, temperature, rule)
 
 
-@pytest.mark.parametrize("block_size", range(2, 17))
+# With test_dspark.py's: every program takes seconds to compile, so most sizes are met by one of the two.
+@pytest.mark.parametrize("block_size", [2, 3, 4, 5, 7, 10, 11, 13, 16])
 def test_random_pairs_are_lossless(block_size):
     head = DominoConfig(emb_dim=6, gru_hidden_dim=10, shift_label=block_size % 2 == 0, pure_draft_prefix_len=1)
     check_random_pair(block_size, head)

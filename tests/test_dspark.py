@@ -152,7 +152,8 @@ def test_schedules_are_lossless_and_verify_less(temperature, rule, bucket_nodes)
         assert max(nodes) < whole.counts.nodes.sum() / whole.rounds.sum()
 
 
-@pytest.mark.parametrize("block_size", range(2, 17))
+# With test_domino.py's: every program takes seconds to compile, so most sizes are met by one of the two.
+@pytest.mark.parametrize("block_size", [2, 3, 4, 6, 8, 9, 12, 14, 15, 16])
 def test_random_pairs_are_lossless(block_size):
     kind = [*get_args(MarkovHead), None][block_size // 3 % 4]  # all kinds under all draft rules
     head = DSparkConfig(

@@ -13,6 +13,7 @@ import pytest
 
 from reanchor_jax.checkpoint.fields import Fields
 from reanchor_jax.checkpoint.hf_config import target_config
+from reanchor_jax.errors import ReanchorError
 from reanchor_jax.training import cost, main
 from reanchor_jax.training.arguments import Options, parse
 from reanchor_jax.training.blocks import Batch, random_blocks
@@ -115,6 +116,13 @@ def test_the_command_line_wins():
     assert isinstance(options, Options)
     assert (options.config.num_rows, options.config.num_anchors, options.target_layer_ids) == (8, 64, (1, 2))
     assert (options.block_size, options.config.gamma) == (16, 7.0)
+
+
+def test_a_run_without_an_update_has_no_cost(tmp_path: Path):
+    path = tmp_path / "r.toml"
+    path.write_text((FOLDER / "qwen3-4b.toml").read_text().replace("texts = 1_300_000", "texts = 4"))
+    with pytest.raises(ReanchorError, match="accumulate is 8; expected at most the 6 steps of all epochs"):
+        cost.read_plan(str(path))
 
 
 @pytest.mark.parametrize(

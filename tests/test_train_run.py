@@ -180,18 +180,33 @@ def test_before_the_first_step_tau_is_the_starts(pair: Pair, tmp_path: Path):
     assert evaluation["held_out"]["tau"] == make_decoder(DecodeConfig(method="dflash"), 12)(pair, prompts).tau
 
 
-def test_a_loss_that_is_no_number_ends_the_run(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    step = trainer.train_step
+@pytest.mark.parametrize(("log_every", "noticed", "steps_logged"), [(1, 5, [1, 2, 3, 4]), (10, 6, [])])
+def test_a_loss_that_is_no_number_ends_the_run(
+    log_every: int, noticed: int, steps_logged: list[int], pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Step 5 breaks: noticed when it is logged, at the latest before a checkpoint is kept of it."""
+    step, taken = trainer.train_step, []
 
     def break_down(state, *arguments, **settings):
         state, loss = step(state, *arguments, **settings)
-        return state, loss if len(logged(tmp_path)) < 4 else loss * jnp.nan
+        taken.append(loss)
+        return state, loss if len(taken) < 5 else loss * jnp.nan
 
-    (tmp_path / "log.jsonl").touch()
     monkeypatch.setattr(trainer, "train_step", break_down)
-    with pytest.raises(ReanchorError, match=r"the loss is nan by step 5; .*the last checkpoint is of step 3"):
-        run(pair, tmp_path)
-    assert [row["step"] for row in logged(tmp_path)] == [1, 2, 3, 4]
+    message = rf"the loss is nan by step {noticed}; .*the last checkpoint is of step 3"
+    with pytest.raises(ReanchorError, match=message):
+        run(pair, tmp_path, log_every=log_every)
+    log = tmp_path / "log.jsonl"
+    assert [row["step"] for row in (logged(tmp_path) if log.exists() else [])] == steps_logged
+
+
+def test_a_logged_loss_is_the_mean_since_the_last_one(pair: Pair, tmp_path: Path):
+    """An evaluation in between changes nothing."""
+    run(pair, tmp_path / "each", steps=4)
+    run(pair, tmp_path / "mean", steps=4, log_every=4, eval_every=3)
+    losses = [row["loss"] for row in logged(tmp_path / "each") if "loss" in row]
+    (mean,) = (row["loss"] for row in logged(tmp_path / "mean") if "loss" in row)
+    np.testing.assert_allclose(mean, np.mean(losses), rtol=1e-6)
 
 
 def test_finished_run_returns_its_drafter(pair: Pair, tmp_path: Path):

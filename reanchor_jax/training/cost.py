@@ -92,7 +92,14 @@ def read_plan(source: str) -> Plan:
     )
     data.finish()
     devices.finish()
+    if (most := steps_of(plan)) < flags.accumulate:
+        raise recipe.section("train").fail("accumulate", flags.accumulate, f"at most the {most} steps of all epochs")
     return plan
+
+
+def steps_of(plan: Plan) -> int:
+    """Steps of all epochs, of one batch each."""
+    return -(-plan.texts // plan.flags.rows) * plan.epochs
 
 
 class Sizes(NamedTuple):
@@ -130,7 +137,7 @@ def cost_of(plan: Plan) -> Cost:
     tokens = plan.texts * plan.text_len
     forward = plan.texts * features_flops(t, text)
     logits = 2 * t.vocab_size * t.layer.hidden_size  # of one token
-    steps = -(-plan.texts // flags.rows) * plan.epochs
+    steps = steps_of(plan)
     num_top = flags.num_top if flags.distill else 0
     kept = token_bytes(len(d.target_layer_ids) * d.layer.hidden_size, flags.feature_dtype, num_top)
     return Cost(

@@ -178,10 +178,13 @@ class Run(abc.ABC):
                     since, first, seen = time.monotonic(), self.done, []
                 on_step(self.done, self.log.latest)
                 if self.done % config.checkpoint_every == 0 or self.done == steps:
+                    if seen:
+                        self.check_loss(float(seen[-1]["loss"]))
                     self.save()
                 if self.evaluation_is_due():
+                    began = time.monotonic()
                     self.report()
-                    since, first, seen = time.monotonic(), self.done, []
+                    since += time.monotonic() - began  # its time is none of the steps'
         if stopped:
             self.save()
             raise KeyboardInterrupt
