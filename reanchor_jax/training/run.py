@@ -47,7 +47,7 @@ class TrainConfig:
     optimizer: OptimizerConfig
     num_rows: int = 4
     """R: texts of a step."""
-    num_anchors: int = 16
+    num_anchors: int = 32
     """K: blocks of a text and step at most."""
     gamma: float = 4.0
     """Draft k has weight exp(-(k - 1) / gamma)."""
@@ -64,10 +64,10 @@ class TrainConfig:
     seed: int = 0
 
     log_every: int = 10
-    eval_every: int = 200
+    eval_every: int = 500
     eval_first: bool = False
     """Evaluate before the first step too."""
-    checkpoint_every: int = 200
+    checkpoint_every: int = 250
     tau_prompts: int = 8
     """Held-out prompts that are really decoded at each evaluation; 0: none."""
     tau_tokens: int = 64
