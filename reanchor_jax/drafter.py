@@ -7,12 +7,16 @@ same matrices as its block tokens. Those keys and values are cached, never the f
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from reanchor_jax.cache import KVCache
-from reanchor_jax.config import DrafterConfig
+from reanchor_jax.config import DrafterConfig, LMHeadConfig
+from reanchor_jax.errors import ReanchorError
 from reanchor_jax.heads import make_head
 from reanchor_jax.layers import Segment, rms_norm, stack_layers
 from reanchor_jax.rope import make_rope
@@ -91,3 +95,16 @@ class Drafter(nnx.Module):
 
         x, _ = jax.lax.scan(run_layer, x, (self.layers, slides, cache.k, cache.v, suffix.k, suffix.v))
         return rms_norm(x, self.norm[...], self.config.layer)
+
+
+def with_block_size(drafter: Drafter, block_size: int) -> Drafter:
+    """The same weights with longer or shorter blocks: only the number of masks changes.
+
+    Raises:
+      ReanchorError: a head that is not an LM head, whose calibration may belong to a block size.
+    """
+    if not isinstance(drafter.config.head, LMHeadConfig):
+        raise ReanchorError("the block size of DFlash drafters alone can be changed; expected one")
+    other = copy.copy(drafter)
+    other.config = dataclasses.replace(drafter.config, block_size=block_size)
+    return other

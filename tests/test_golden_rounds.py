@@ -11,7 +11,6 @@ ours runs none. The text is the same.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -24,6 +23,7 @@ import pytest
 
 from reanchor_jax.checkpoint import load_drafter, load_target
 from reanchor_jax.config import DecodeConfig
+from reanchor_jax.drafter import with_block_size
 from reanchor_jax.loop import Generation, generate
 from reanchor_jax.pair import Pair
 from tests.tiny import QUICK, RULES, rules_by_index
@@ -55,11 +55,10 @@ def load(name: str) -> Case:
     return Case(pair, dict(np.load(GOLDEN / name / "expected.npz")), results)
 
 
-def with_block_size(pair: Pair, block_size: int) -> Pair:
+def resized(pair: Pair, block_size: int) -> Pair:
     """The pair with another block size than it was trained for."""
-    drafter = jax.tree.map(lambda x: x, pair.drafter)  # a copy
-    drafter.config = dataclasses.replace(drafter.config, block_size=block_size)
-    return Pair(pair.target, drafter)
+    assert pair.drafter is not None
+    return Pair(pair.target, with_block_size(pair.drafter, block_size))
 
 
 def run_rounds(
@@ -119,7 +118,7 @@ def test_dflash_reproduces_every_round(name):
         assert result.num_tokens == (len(unpad(new)) if stopped else 97)
     result = run(pair, expected["prompt_ids"][0], CHAIN, len(expected["short_new_ids"]) + 1, [])
     check(result, expected["short_new_ids"], expected["short_acceptance_lengths"])
-    half = with_block_size(pair, int(expected["half_block_size"]))
+    half = resized(pair, int(expected["half_block_size"]))
     for prompt, new, rounds in zip(
         expected["prompt_ids"], expected["new_ids"], expected["half_block_acceptance_lengths"], strict=False
     ):
@@ -163,7 +162,7 @@ def test_edges_of_the_reference_loop():
         size, limit = int(edges["block_size"][row]), int(edges["max_new_tokens"][row])
         prompt, stop = edges["prompt_ids"][row], unpad(edges["stop_ids"][row])
         config = DecodeConfig(method="ar") if size == 1 else CHAIN
-        result = run(with_block_size(pair, max(size, 2)), prompt, config, limit + 1, stop)
+        result = run(resized(pair, max(size, 2)), prompt, config, limit + 1, stop)
         if name.startswith("first generated token"):  # their one round of no consequence
             assert edges["acceptance_lengths"][row, 0] > 0
             assert result.rounds == 0 and result.num_tokens == 1

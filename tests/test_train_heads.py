@@ -207,7 +207,7 @@ def test_temperatures_divide_the_confidence(pair, tmp_path):
     np.testing.assert_array_equal(divided, loaded)
 
 
-def test_command_line_trains_and_continues_a_head(pair, tmp_path, monkeypatch):
+def test_command_line_trains_and_continues_a_head(pair, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_target(pair.target, "target", dtype=jnp.float32)
     save_drafter(pair.drafter, "dflash", dtype=jnp.float32)
@@ -223,3 +223,5 @@ def test_command_line_trains_and_continues_a_head(pair, tmp_path, monkeypatch):
     assert head.confidence_temperatures == (1.0,) * (BLOCK - 1)
     assert main([*flags.split(), "--init", "dspark/drafter", "--out", "more"]) == 0
     assert load_drafter("more/drafter").config == drafter.config
+    assert main([*flags.split(), *["--init", "dspark/drafter", "--block-size", "3", "--out", "other"]]) == 2
+    assert "the block size of DFlash drafters alone can be changed" in capsys.readouterr().err

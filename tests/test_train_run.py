@@ -392,6 +392,11 @@ def test_command_line_from_prompts_to_drafter(folder: Path, tmp_path: Path, monk
     assert (drafter.config.block_size, drafter.config.num_layers, drafter.config.target_num_layers) == (4, 1, 3)
     assert 1 <= logged(tmp_path / "out")[-1]["held_out"]["tau"] <= 4
 
+    flags = f"--target {folder / 'target'} --answers {tmp_path / 'out' / 'answers.jsonl'} --held-out 2 --rows 2"
+    flags += f" --init {tmp_path / 'out' / 'drafter'} --block-size 3 --steps 1 --anchors 4 --tau-prompts 0"
+    assert main([*flags.split(), "--out", str(tmp_path / "shorter")]) == 0
+    assert load_drafter(tmp_path / "shorter" / "drafter").config == dataclasses.replace(drafter.config, block_size=3)
+
 
 def test_a_target_learns_its_texts():
     texts = np.tile(np.arange(1, 9, dtype=np.int32), (4, 3))

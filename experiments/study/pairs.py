@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 from pathlib import Path
@@ -15,9 +14,8 @@ import numpy as np
 from experiments.study.settings import Setting
 from reanchor_jax import Pair, ReanchorError, check_pair, load_pair
 from reanchor_jax.checkpoint import load_drafter
-from reanchor_jax.config import LMHeadConfig
 from reanchor_jax.default_pair import DEFAULT_PAIR, drafter_source
-from reanchor_jax.drafter import Drafter
+from reanchor_jax.drafter import Drafter, with_block_size
 from reanchor_jax.tokenizer import ChatTokenizer, load_tokenizer
 
 
@@ -48,19 +46,6 @@ class Networks:
         if setting.block_size is not None:
             drafter = with_block_size(drafter, setting.block_size)
         return Pair(self.pair.target, drafter)
-
-
-def with_block_size(drafter: Drafter, block_size: int) -> Drafter:
-    """The same weights with longer or shorter blocks: only the number of masks changes.
-
-    Raises:
-      ReanchorError: a head that is not an LM head, whose calibration may belong to a block size.
-    """
-    if not isinstance(drafter.config.head, LMHeadConfig):
-        raise ReanchorError("block_size can be changed for DFlash drafters alone; expected one")
-    other = copy.copy(drafter)
-    other.config = dataclasses.replace(drafter.config, block_size=block_size)
-    return other
 
 
 def load_networks(pair: str, variants: dict[str, str], dtype: jnp.dtype) -> Networks:

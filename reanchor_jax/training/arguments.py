@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from reanchor_jax.checkpoint.drafter_config import MAX_BLOCK
 from reanchor_jax.checkpoint.fields import MAX_WIDTH
 from reanchor_jax.cli.flags import Parser, folder, number, whole
 from reanchor_jax.config import DominoConfig, DSparkConfig, HeadConfig, MarkovHead
@@ -75,7 +76,8 @@ class Options:
     init: str | None
     start: Start
     layers: int
-    block_size: int
+    block_size: int | None
+    """None: that of `init`."""
     mask_token_id: int | None
     target_layer_ids: tuple[int, ...] | None
     features: Path | None
@@ -112,7 +114,7 @@ def parse(argv: Sequence[str] | None) -> Options | tuple[TinyPairConfig, Path]:
         return _recipe(flags)
     if recipe == "draft-opd":
         _check_draft_opd(flags)
-    shape = ("layers", "block_size", "mask_token_id", "target_layer_ids", "start")
+    shape = ("layers", "mask_token_id", "target_layer_ids", "start")
     given = [name for name in shape if flags[name] is not None]
     if flags["init"] is not None and given:
         raise ReanchorError(f"--{given[0].replace('_', '-')} is of a new drafter; expected none beside --init")
@@ -121,7 +123,8 @@ def parse(argv: Sequence[str] | None) -> Options | tuple[TinyPairConfig, Path]:
     if (flags["prompts"] is None) == (flags["answers"] is None):
         raise ReanchorError("expected either --prompts FILE.jsonl or --answers FILE.jsonl; give one of them")
     flags["head"] = _head(flags)
-    flags |= {name: value for name, value in _DEFAULTS.items() if flags[name] is None}
+    own = ("block_size",) if flags["init"] is not None else ()
+    flags |= {name: value for name, value in _DEFAULTS.items() if flags[name] is None and name not in own}
     if flags["mesh"] is not None:
         for name in ("rows", "answer_rows"):
             check_rows(flags[name], flags["mesh"].data, f"--{name.replace('_', '-')}")
@@ -253,9 +256,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--layers", type=whole(1), metavar="N", help=f"new drafter: layers (default {d['layers']})")
     add(
         "--block-size",
-        type=whole(2),
+        type=whole(2, MAX_BLOCK),
         metavar="B",
-        help=f"new drafter: anchor and drafts of a block (default {d['block_size']})",
+        help=f"anchor and drafts of a block (default {d['block_size']}, or as --init has it)",
     )
     add("--mask-token-id", type=whole(0), metavar="ID", help="new drafter: a token that the target never writes")
     add("--target-layer-ids", type=_ids, metavar="I,J,..", help="new drafter: tapped layers (default: 5 spread ones)")

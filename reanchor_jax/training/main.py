@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from reanchor_jax.checkpoint import load_drafter, load_target
 from reanchor_jax.cli.process import run
 from reanchor_jax.default_pair import drafter_source, target_source
+from reanchor_jax.drafter import with_block_size
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.pair import check_pair
 from reanchor_jax.target import Target
@@ -53,10 +54,12 @@ def _train(options: Options) -> None:
     if options.init is not None:
         drafter = load_drafter(drafter_source(options.init), dtype=jnp.float32)
         check_pair(target, drafter)
+        if options.block_size is not None:
+            drafter = with_block_size(drafter, options.block_size)
         if options.head is not None:
             drafter = with_head(target, drafter, options.head, options.config.seed)
     else:
-        assert options.mask_token_id is not None
+        assert options.mask_token_id is not None and options.block_size is not None
         drafter_config = new_drafter_config(
             target,
             num_layers=options.layers,

@@ -244,9 +244,9 @@ class Run(abc.ABC):
         self.log.append({"step": self.done, "held_out": result})
         self.log.publish()
         tau = f", tau {result['tau']:.3f}" if "tau" in result else ""
-        loss = self.log.latest.get("loss", float("nan"))
+        loss = f"loss {self.log.latest['loss']:.3f}, " if "loss" in self.log.latest else ""
         self.echo(
-            f"step {self.done} of {self.config.optimizer.steps}: loss {loss:.3f}, held-out {result['loss']:.3f}, "
+            f"step {self.done} of {self.config.optimizer.steps}: {loss}held-out {result['loss']:.3f}, "
             f"accuracy {' '.join(f'{a:.2f}' for a in result['accuracy'][:4])} .., "
             f"proxy tau {result['proxy_tau']:.3f}{tau}"
         )
