@@ -15,6 +15,7 @@ import pytest
 from experiments import ablation, agreement, alignment, components, context_length, earliest_win_rate, report
 from experiments.acceptance_length import share_of
 from experiments.all import EXPERIMENTS
+from experiments.drafter_curve import taus, write_curve
 from experiments.study import command, experiment
 from experiments.study.comparison import paper_target, parse_numbers
 from experiments.study.experiment import Experiment
@@ -264,6 +265,22 @@ def test_real_rounds_lossless_and_the_same_whoever_drives_them(folder, tmp_path,
     assert sum(counts["groups"] for counts in won) > 0
     assert all(counts["wins"] <= counts["eligible"] <= counts["groups"] for counts in won)
     assert "All 30 answers of all 3 settings equal plain decoding" not in capsys.readouterr().err
+
+
+def test_curve_of_a_drafter(tmp_path):
+    rows = [("a", [2, 4]), ("a", [1, 1]), ("b", [3])]
+    early = taus([{"task": task, "committed_per_round": rounds} for task, rounds in rows], ["a", "b"])
+    assert [early[name][0] for name in ("a", "b", "mean")] == [2.0, 3.0, 2.5]
+    assert interval(early["a"])[1:] == (1.0, 3.0)  # of its two prompts, the same one may be drawn twice
+    late = taus([{"task": task, "committed_per_round": [4, 4]} for task in "ab"], ["a", "b"])
+    text = write_curve({0: early, 75_000: late}, tmp_path)
+    assert text.splitlines() == [
+        "blocks,a,b,mean,mean_low,mean_high",
+        "0,2.000,3.000,2.500,2.000,3.000",
+        "75000,4.000,4.000,4.000,4.000,4.000",
+    ]
+    assert (tmp_path / "curve.csv").read_text() == text
+    assert (tmp_path / "curve.png").stat().st_size > 1000 and (tmp_path / "curve.svg").stat().st_size > 1000
 
 
 def test_an_interrupted_run_gives_the_same_tables(folder, tmp_path, monkeypatch, capsys):
