@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lossless import TASKS, digest, held_out_prompts, run_setting
+from experiments.lossless import TASKS, digest, held_out_prompts, read_records, run_setting
 from experiments.study.plots import draw, lines
 from experiments.study.resample import draws, interval, ratio
 from experiments.study.tables import Figure
@@ -86,11 +85,7 @@ def main() -> int:
         check_pair(target, drafter)
         run_id = {"drafter": digest(drafter), "new_tokens": options.new_tokens}
         path, name = options.out / "records" / f"{run_id['drafter']}-{options.new_tokens}.jsonl", "dflash T=0 greedy"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # The last line of a run that was killed may be half a record.
-        whole = path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines() if path.exists() else []
-        write_whole(path, "".join(f"{line}\n" for line in whole))
-        done: dict[tuple[str, str, int], Any] = {(name, r["task"], r["row"]): r for r in map(json.loads, whole)}
+        done = read_records(path, run_id)
         run_setting(Pair(target, drafter), name, DecodeConfig(method="dflash"), prompts, size, run_id, done, path)
         curve[blocks] = taus([done[name, task, row] for task, row, _ in prompts], options.tasks)
     print(write_curve(curve, options.out), end="")

@@ -96,6 +96,26 @@ def digest(drafter: Drafter) -> str:
     return sha.hexdigest()[:12]
 
 
+def read_records(path: Path, run_id: dict[str, Any]) -> dict[tuple[str, str, int], Any]:
+    """Records of an earlier start of this run by setting, task and row; makes the folder of `path`.
+
+    Raises:
+      ReanchorError: `path` holds another run.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done = {}
+    if path.exists():
+        *lines, unfinished = path.read_text(encoding="utf-8").split("\n")
+        if unfinished:  # a run that was killed while it wrote
+            write_whole(path, "".join(line + "\n" for line in lines))
+        for line in lines:
+            record = json.loads(line)
+            if {name: record.get(name) for name in run_id} != run_id:
+                raise ReanchorError(f"{path} holds another run; expected {run_id}: take another --out")
+            done[record["setting"], record["task"], record["row"]] = record
+    return done
+
+
 def run_setting(
     pair: Pair, name: str, config: DecodeConfig, prompts: list[tuple[str, int, list[int]]], size: int,
     run_id: dict[str, Any], done: dict[tuple[str, str, int], Any], out: Path,
@@ -187,17 +207,7 @@ def main() -> int:
     pair = load_pair(DEFAULT_PAIR, options.drafter)
     assert pair.drafter is not None
     run_id = {"drafter": digest(pair.drafter), "new_tokens": options.new_tokens}
-    done: dict[tuple[str, str, int], Any] = {}
-    if options.out.exists():
-        *lines, unfinished = options.out.read_text(encoding="utf-8").split("\n")
-        if unfinished:  # a run that was killed while it wrote
-            write_whole(options.out, "".join(line + "\n" for line in lines))
-        for line in lines:
-            record = json.loads(line)
-            if {name: record.get(name) for name in run_id} != run_id:
-                raise ReanchorError(f"{options.out} holds another run; expected {run_id}: take another --out")
-            done[record["setting"], record["task"], record["row"]] = record
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    done = read_records(options.out, run_id)
     schedule: dict[str, Any] = {"schedule": options.schedule, "confidence_threshold": options.confidence_threshold}
     if options.schedule == "hardware":
         schedule["costs"] = load_profile(options.profile).costs(block_size(pair, DecodeConfig()))
