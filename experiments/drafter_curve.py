@@ -73,7 +73,7 @@ def main() -> int:
         if not equals or not blocks.isdecimal():
             raise ReanchorError(f"--drafters has {given!r}; expected BLOCKS=FOLDER, as 75000=runs/mine/drafter")
         if int(blocks) in places:
-            raise ReanchorError(f"--drafters has {int(blocks)} twice; expected another number of blocks for each folder")
+            raise ReanchorError(f"--drafters has {int(blocks)} twice; expected a number of its own for each")
         places[int(blocks)] = drafter_source(folder)
     source, size = target_source(DEFAULT_PAIR), options.prompt_size
     target, tokenizer = load_target(source), load_tokenizer(source)

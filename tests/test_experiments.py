@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import types
 from pathlib import Path
@@ -19,6 +20,7 @@ from experiments.drafter_curve import taus, write_curve
 from experiments.study import command, experiment
 from experiments.study.comparison import paper_target, parse_numbers
 from experiments.study.experiment import Experiment
+from experiments.study.page import command_of
 from experiments.study.plots import draw
 from experiments.study.records import Records
 from experiments.study.resample import SAMPLES, draws, interval, ratio
@@ -316,6 +318,15 @@ def test_an_interrupted_run_gives_the_same_tables(folder, tmp_path, monkeypatch,
     assert "Matching &lt;helps&gt;." in page and "**Matching <helps>.**" in text
     assert page.count("<figure>") == sum(1 for _ in out.glob("*.svg")) > 10
     assert all((out / f"{svg.stem}.png").stat().st_size for svg in out.glob("*.svg"))
+    # The command on it asks for the very same prompts and settings: none is missing.
+    printed = command_of(Records(out))
+    assert f"```\n{printed}\n```" in text and html.escape(printed) in page
+    for name, place in {"\\": "", "PROMPTS": folder, "DRAFTER": folder / "variant", "OUT": out}.items():
+        printed = printed.replace(name, str(place))
+    _, given = printed.split(f"--pair {folder.name} ")
+    before = calls
+    assert command.main(EXPERIMENTS, "all", "", ["--pair", str(folder), *given.split()]) == 0
+    assert calls == before and "--samples 3" in given and "--max-prompt 7" in given
     capsys.readouterr()
 
 

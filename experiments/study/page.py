@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.study.experiment import Experiment, describe, with_plain
+from experiments.study.prompts import SYNTHETIC
 from experiments.study.records import Records
 from experiments.study.results import Results
 from experiments.study.tables import Table
@@ -18,6 +19,7 @@ from reanchor_jax.files import write_whole
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a }
 h1, h2 { line-height: 1.2 } h2 { margin-top: 3rem; border-top: 1px solid #ccc; padding-top: 1rem }
+pre { background: #f4f4f4; padding: .6rem .8rem; overflow-x: auto }
 div.table { overflow-x: auto } table { border-collapse: collapse; font-size: 13px; margin: 1rem 0 }
 th, td { padding: .25rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid #e4e4e4 }
 th { border-bottom: 1.5px solid #1a1a1a } .note, .source, figcaption { color: #555; font-size: 13px }
@@ -39,8 +41,10 @@ def write_report(experiments: Sequence[Experiment], folder: Path) -> list[Path]:
     title = f"Experiments on {study.pair}"
     head = [describe(Results(records, study, [settings[0]])), _lossless(records), _made(records)]
     head += [findings["summary"]] if "summary" in findings else []
-    markdown = [f"# {title}\n", *(f"{line}\n" for line in head)]
-    page = [f"<h1>{html.escape(title)}</h1>", *(f"<p>{html.escape(line)}</p>" for line in head)]
+    command = command_of(records)
+    markdown = [f"# {title}\n", f"```\n{command}\n```\n", *(f"{line}\n" for line in head)]
+    page = [f"<h1>{html.escape(title)}</h1>", f"<pre>{html.escape(command)}</pre>"]
+    page += [f"<p>{html.escape(line)}</p>" for line in head]
     for experiment in experiments:
         parts = experiment.write(records, folder)
         if not parts:
@@ -63,6 +67,29 @@ def write_report(experiments: Sequence[Experiment], folder: Path) -> list[Path]:
     document = f"<!doctype html>\n<html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"
     write_whole(paths[1], f"{document}<style>{_STYLE}</style>\n<body>\n" + "\n".join(page) + "\n</body></html>\n")
     return paths
+
+
+def command_of(records: Records) -> str:
+    """The command that decodes what the records hold, with names in place of paths.
+
+    `--max-prompt` is the longest prompt's length. It takes the same prompts as the limit of the run:
+    what that left out is longer still.
+    """
+    study, rows = records.study, {(record["dataset"], record["row"]) for record in records}
+    datasets = list(dict.fromkeys(record["dataset"] for record in records))
+    places = "synthetic" if datasets == [SYNTHETIC] else f"PROMPTS --datasets {' '.join(datasets)}"
+    flags = {
+        "--samples": max(sum(dataset == name for dataset, _ in rows) for name in datasets),
+        "--seed": study.seed,
+        "--max-prompt": max(record["prompt_tokens"] for record in records),
+        "--max-new-tokens": study.max_new_tokens,
+        "--nodes": study.nodes,
+        "--dtype": study.dtype,
+        "--variants": " ".join(f"{name}=DRAFTER" for name in study.variants) or None,
+    }
+    thinking = "" if study.thinking is None else " --thinking" if study.thinking else " --no-thinking"
+    given = " ".join(f"{name} {value}" for name, value in flags.items() if value is not None)
+    return f"python -m experiments.all --pair {study.pair} --prompts {places} \\\n  {given}{thinking} --out OUT"
 
 
 def _lossless(records: Records) -> str:
