@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from reanchor_jax.cache import KVCache
 from reanchor_jax.config import DecodeConfig
 from reanchor_jax.drafter import Drafter
+from reanchor_jax.heads import DraftNoise
 from reanchor_jax.pair import Pair
 from reanchor_jax.schedule import schedule_blocks
 from reanchor_jax.state import DecodeState
@@ -67,18 +68,18 @@ def _suffix_context(drafter: Drafter, state: DecodeState, num_slots: int) -> KVC
     return drafter.context(state.suffix.features[:num_slots], positions)
 
 
-def _draft_noise(pair: Pair, state: DecodeState, config: DecodeConfig, noise: jax.Array | None) -> jax.Array | None:
-    """Noise [A, B-1, V] of the draft rule; None for `greedy`."""
+def _draft_noise(pair: Pair, state: DecodeState, config: DecodeConfig, noise: jax.Array | None) -> DraftNoise:
+    """The noise of the draft rule for all blocks."""
     assert pair.drafter is not None
     if config.draft_rule == "greedy":
-        return None
-    num_drafts, vocab_size = pair.drafter.config.block_size - 1, pair.target.config.vocab_size
+        return DraftNoise()
+    num_drafts = pair.drafter.config.block_size - 1
     num_blocks = config.num_blocks(num_drafts + 1)
     if config.draft_rule == "coupled" and noise is not None:
         # Draft k of block d stands at position i + d + k, k >= 1: noise row d + k - 1.
-        return noise[jnp.arange(num_blocks)[:, None] + jnp.arange(num_drafts)[None, :]]
+        return DraftNoise(gumbel=noise[jnp.arange(num_blocks)[:, None] + jnp.arange(num_drafts)[None, :]])
     key = jax.random.fold_in(draft_key(state.key), state.length)
-    return jax.random.gumbel(key, (num_blocks, num_drafts, vocab_size), jnp.float32)
+    return DraftNoise(uniform=jax.random.uniform(key, (num_blocks, num_drafts), jnp.float32))
 
 
 def draft_key(key: jax.Array) -> jax.Array:

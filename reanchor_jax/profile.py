@@ -28,6 +28,7 @@ from reanchor_jax.draft import draft_blocks
 from reanchor_jax.errors import ReanchorError
 from reanchor_jax.pair import Pair
 from reanchor_jax.prefill import prefill
+from reanchor_jax.sampling import top_tokens
 from reanchor_jax.target import Target
 
 FORMAT, KIND = 1, "round cost"
@@ -142,7 +143,7 @@ def _verify(target: Target, tokens: jax.Array, cache: tuple[KVCache, ...], conte
     count = tokens.shape[0]
     causal = jnp.tril(jnp.ones((count, count), bool))
     output = target(tokens, context + jnp.arange(count), cache, context, causal)
-    return jnp.argmax(target.logits(output.hidden), axis=-1), output.kv
+    return top_tokens(target.logits(output.hidden)), output.kv
 
 
 def profile_text(profile: Profile) -> str:

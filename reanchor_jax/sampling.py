@@ -8,6 +8,8 @@ token samples from their softmax exactly.
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -44,8 +46,60 @@ def choose_target_tokens(logits: jax.Array, noise: jax.Array | None, config: Dec
       config: temperature and filters.
     """
     if noise is None:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return jnp.argmax(filter_logits(logits / config.temperature, config) + noise, axis=-1).astype(jnp.int32)
+        return top_tokens(logits)
+    return top_tokens(filter_logits(logits / config.temperature, config) + noise)
+
+
+def top_tokens(logits: jax.Array) -> jax.Array:
+    """The most likely tokens [...] int32 of logits [..., V]; equal logits give the lowest id.
+
+    On a CPU XLA's argmax goes through a vocabulary one number at a time, its max does not: there
+    the best chunk of 128 tokens is found first, then the token in it, 20 to 50 times as fast.
+    """
+    return jax.lax.platform_dependent(logits, cpu=_top_by_chunks, default=functools.partial(jnp.argmax, axis=-1))
+
+
+def _top_by_chunks(logits: jax.Array) -> jax.Array:
+    chunks = _chunk(logits)
+    best = jnp.argmax(jnp.max(chunks, axis=-1), axis=-1)  # the first of equal chunks
+    return best * chunks.shape[-1] + jnp.argmax(_take_chunk(chunks, best), axis=-1)
+
+
+def sample_tokens(logits: jax.Array, uniform: jax.Array) -> jax.Array:
+    """Tokens [...] int32 from softmax(logits [..., V]), by a number from [0, 1) [...] each.
+
+    The inverse of the cumulative distribution, in two steps: which chunk of 128 tokens, which
+    token in it. Needs one random number a token, where Gumbel noise needs V.
+
+    Example with chunks of 2: probabilities .5 .1 .2 .2, uniform .7. Chunks end at .6 and 1: the
+    second. Its tokens end at .8 and 1: token 2.
+    """
+    chunks = _chunk(logits)
+    weights = jnp.exp(chunks - jnp.max(chunks, axis=(-2, -1), keepdims=True))  # [..., V/128, 128]
+    ends = jnp.cumsum(jnp.sum(weights, axis=-1), axis=-1)  # [..., V/128]
+    goal = uniform * ends[..., -1]
+    # Rounding may leave the goal behind the last end: there the last one is taken.
+    chunk = jnp.minimum(jnp.sum(ends <= goal[..., None], axis=-1), ends.shape[-1] - 1)
+    start = jnp.where(chunk > 0, _take(ends, jnp.maximum(chunk - 1, 0)), 0.0)
+    inner = start[..., None] + jnp.cumsum(_take_chunk(weights, chunk), axis=-1)
+    size = chunks.shape[-1]
+    token = jnp.minimum(jnp.sum(inner <= goal[..., None], axis=-1), size - 1)
+    return (chunk * size + token).astype(jnp.int32)
+
+
+def _chunk(logits: jax.Array) -> jax.Array:
+    """[..., V] as [..., V/n, n], where n is 128, or what of it divides V."""
+    return logits.reshape(*logits.shape[:-1], -1, math.gcd(128, logits.shape[-1]))
+
+
+def _take_chunk(chunks: jax.Array, index: jax.Array) -> jax.Array:
+    """Chunk [..., n] number `index` [...] of chunks [..., V/n, n]."""
+    return jnp.take_along_axis(chunks, index[..., None, None], axis=-2)[..., 0, :]
+
+
+def _take(values: jax.Array, index: jax.Array) -> jax.Array:
+    """Entry [...] number `index` [...] of values [..., n]."""
+    return jnp.take_along_axis(values, index[..., None], axis=-1)[..., 0]
 
 
 def filter_logits(logits: jax.Array, config: DecodeConfig) -> jax.Array:

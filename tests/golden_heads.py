@@ -12,7 +12,7 @@ import numpy as np
 
 from reanchor_jax.cache import init_cache
 from reanchor_jax.config import DecodeConfig, DraftRule, HeadConfig, Method
-from reanchor_jax.heads import Drafts
+from reanchor_jax.heads import DraftNoise, Drafts
 from reanchor_jax.pair import Pair
 from reanchor_jax.target import softcap
 from tests.tiny import Prompts, make_pair, make_prompts, run
@@ -37,7 +37,7 @@ def features(pair: Pair, block: jax.Array, context: jax.Array) -> jax.Array:
 def draft(pair: Pair, hidden: jax.Array, anchor: jax.Array, noise: jax.Array | None) -> Drafts:
     """Drafts of one block, of its features [T, D]."""
     assert pair.drafter is not None
-    return pair.drafter.head(pair.target, hidden[None], anchor[None], noise, 1.0)
+    return pair.drafter.head(pair.target, hidden[None], anchor[None], DraftNoise(gumbel=noise), 1.0)
 
 
 @jax.jit

@@ -15,6 +15,7 @@ from reanchor_jax.checkpoint.drafter_config import is_drafter, read_drafter_conf
 from reanchor_jax.checkpoint.fill import named_parameters
 from reanchor_jax.checkpoint.hf_config import read_target_config
 from reanchor_jax.config import DecodeConfig, DraftRule, LMHeadConfig
+from reanchor_jax.heads import DraftNoise
 from reanchor_jax.pair import Pair
 from tests.checkpoint_folders import drafter_config, drafter_tensors, refuses, write_folder
 from tests.tiny import make_pair, make_prompts, run
@@ -90,7 +91,7 @@ def test_drafts_equal_plain_numpy(tmp_path):
     hidden, noise = rng.normal(size=(3, 6, 64)).astype(np.float32), rng.gumbel(size=(3, 5, 160)).astype(np.float32)
     logits = hidden[:, 1:].astype(np.float64) @ own_tensors()["lm_head.weight"].T.astype(np.float64)
     for given, temperature in ((None, 1.0), (noise, 0.5), (noise, 5.0)):
-        drafts = head(target, jnp.asarray(hidden), jnp.zeros(3, jnp.int32), given, temperature)
+        drafts = head(target, jnp.asarray(hidden), jnp.zeros(3, jnp.int32), DraftNoise(gumbel=given), temperature)
         np.testing.assert_allclose(drafts.logits, logits, rtol=1e-4, atol=1e-4)
         want = np.zeros((3, 5), int)
         for block, slot in np.ndindex(3, 5):
@@ -104,7 +105,7 @@ def test_drafts_equal_plain_numpy(tmp_path):
 def test_equal_logits_draft_the_lowest_id(tmp_path):
     head = load_drafter(reduced_folder(tmp_path, {"lm_head.weight": np.ones((8, 64), np.float32)})).head
     target = make_pair(6, vocab_size=160, width=64).target
-    drafts = head(target, jnp.ones((1, 6, 64)), jnp.zeros(1, jnp.int32), None, 1.0)
+    drafts = head(target, jnp.ones((1, 6, 64)), jnp.zeros(1, jnp.int32), DraftNoise(), 1.0)
     np.testing.assert_array_equal(drafts.tokens, np.full((1, 5), IDS[0]))
 
 

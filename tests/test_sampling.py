@@ -10,11 +10,19 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from reanchor_jax import sampling
 from reanchor_jax.accept import accept_path
 from reanchor_jax.attach import Paths
 from reanchor_jax.config import DecodeConfig
 from reanchor_jax.draft import draft_key
-from reanchor_jax.sampling import choose_target_tokens, filter_logits, position_noise, token_logprobs
+from reanchor_jax.sampling import (
+    choose_target_tokens,
+    filter_logits,
+    position_noise,
+    sample_tokens,
+    token_logprobs,
+    top_tokens,
+)
 from reanchor_jax.trie import merge_trie
 from tests.tiny import QUICK
 
@@ -86,6 +94,41 @@ def test_docstring_example():
 def test_tokens_tied_with_the_last_kept_one_stay():
     logits = jnp.array([[3.0, 1.0, 1.0, 0.0]])
     assert jnp.isfinite(filter_logits(logits, DecodeConfig(top_k=2))).tolist() == [[True, True, True, False]]
+
+
+# One token of many
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 96, 128, 129, 49152 // 8])
+def test_top_tokens_is_argmax(vocab_size):
+    """Also where equal logits stand in one chunk or in several, and where V is odd or smaller than a chunk."""
+    rng = np.random.default_rng(vocab_size)
+    smooth, tied = rng.normal(size=(2, 3, vocab_size)), rng.integers(0, 3, size=(2, 3, vocab_size)) - 2.0
+    lost = np.full((1, vocab_size), -np.inf)
+    for logits in (smooth, tied, tied[0, 0], lost):
+        tokens = jax.jit(top_tokens)(jnp.asarray(logits, jnp.float32))
+        assert tokens.dtype == jnp.int32
+        np.testing.assert_array_equal(tokens, np.argmax(logits.astype(np.float32), axis=-1))
+
+
+def test_sample_tokens_docstring_example(monkeypatch):
+    monkeypatch.setattr(sampling.math, "gcd", lambda most, size: 2)
+    logits, uniform = jnp.log(jnp.array([0.5, 0.1, 0.2, 0.2])), jnp.array([0.0, 0.49, 0.51, 0.61, 0.7, 0.81, 1.0])
+    assert sample_tokens(jnp.broadcast_to(logits, (7, 4)), uniform).tolist() == [0, 0, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("vocab_size", [5, 384])
+def test_sample_tokens_inverts_the_distribution(vocab_size):
+    """Every token gets its share of evenly spaced numbers; none that is impossible is drawn."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=vocab_size) * 3
+    logits[[0, vocab_size // 2, vocab_size - 1]] = -np.inf
+    probs = np.exp(logits) / np.exp(logits).sum()
+    uniform = (np.arange(SEEDS, dtype=np.float32) + 0.5) / SEEDS
+    draw = jax.jit(jax.vmap(sample_tokens, in_axes=(None, 0)))
+    counts = np.bincount(draw(jnp.asarray(logits, jnp.float32), jnp.asarray(uniform)), minlength=vocab_size)
+    assert not counts[probs == 0].any()
+    np.testing.assert_allclose(counts, probs * SEEDS, atol=3)  # at either end of its range one, or rounding
 
 
 # Keys

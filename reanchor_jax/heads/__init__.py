@@ -12,6 +12,7 @@ from flax import nnx
 from reanchor_jax.config import DominoConfig, DrafterConfig, DSparkConfig, LMHeadConfig
 from reanchor_jax.heads.domino import DominoHead
 from reanchor_jax.heads.dspark import DSparkHead
+from reanchor_jax.heads.head import DraftNoise as DraftNoise
 from reanchor_jax.heads.head import Drafts as Drafts
 from reanchor_jax.heads.head import Forced as Forced
 from reanchor_jax.heads.head import Head as Head

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from reanchor_jax.config import DominoConfig, DrafterConfig
-from reanchor_jax.heads.head import Drafts, Forced, Head, choose_drafts, linear
+from reanchor_jax.heads.head import DraftNoise, Drafts, Forced, Head, choose_drafts, linear
 from reanchor_jax.target import Target
 
 
@@ -37,7 +37,7 @@ class DominoHead(Head):
         self.proj_out = matrix(config.vocab_size, rank)
 
     def __call__(
-        self, target: Target, hidden: jax.Array, anchors: jax.Array, noise: jax.Array | None, temperature: float
+        self, target: Target, hidden: jax.Array, anchors: jax.Array, noise: DraftNoise, temperature: float
     ) -> Drafts:
         num_blocks, block_size, width = hidden.shape
         hidden = self._predicting(hidden).swapaxes(0, 1)  # slots first, to scan over: here, where a copy is small
@@ -56,7 +56,7 @@ class DominoHead(Head):
             return (state, token), (token, logits)
 
         first = jnp.zeros((num_blocks, self.config.gru_hidden_dim), jnp.float32)
-        slots = (jnp.arange(1, block_size), base, from_hidden, None if noise is None else noise.swapaxes(0, 1))
+        slots = (jnp.arange(1, block_size), base, from_hidden, noise.by_slot())
         _, (tokens, logits) = jax.lax.scan(draft_slot, (first, anchors), slots)
         return Drafts(tokens.T, logits.swapaxes(0, 1))
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from reanchor_jax.config import DrafterConfig, DSparkConfig
-from reanchor_jax.heads.head import Drafts, Forced, Head, choose_drafts, linear
+from reanchor_jax.heads.head import DraftNoise, Drafts, Forced, Head, choose_drafts, linear
 from reanchor_jax.target import Target, scale_embedding, softcap
 
 
@@ -53,7 +53,7 @@ class DSparkHead(Head):
         return scale_embedding(self.embedding[...][tokens], self.config.scaled_embedding)
 
     def __call__(
-        self, target: Target, hidden: jax.Array, anchors: jax.Array, noise: jax.Array | None, temperature: float
+        self, target: Target, hidden: jax.Array, anchors: jax.Array, noise: DraftNoise, temperature: float
     ) -> Drafts:
         hidden = hidden.swapaxes(0, 1)  # slots first, to scan over: here, where a copy is small
         base = softcap(linear(hidden, self.lm_head[...]), self.config.logit_softcap)  # [B-1, A, V]
@@ -67,7 +67,7 @@ class DSparkHead(Head):
             return (state, token), (token, logits)
 
         state = jnp.zeros((anchors.shape[0], self.config.markov_rank), jnp.float32)
-        slots = (base, hidden, None if noise is None else noise.swapaxes(0, 1))
+        slots = (base, hidden, noise.by_slot())
         _, (tokens, logits) = jax.lax.scan(draft_slot, (state, anchors), slots)
         before = jnp.concatenate([anchors[None], tokens[:-1]])
         confidence = None if self.confidence is None else self.confide(before, hidden).T

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from reanchor_jax.config import DrafterConfig
+from reanchor_jax.sampling import sample_tokens, top_tokens
 from reanchor_jax.target import Target
 
 
@@ -35,6 +36,17 @@ class Forced(NamedTuple):
     cap: float | None = None  # of the softcap on what the LM head says; None: there is none
 
 
+class DraftNoise(NamedTuple):
+    """What makes the drafts of A blocks random: one of the two; neither for the top tokens."""
+
+    uniform: jax.Array | None = None  # [A, B-1] f32 from [0, 1): sampled on its own (rule `sample`)
+    gumbel: jax.Array | None = None  # [A, B-1, V] f32 the target's own noise (rule `coupled`)
+
+    def by_slot(self) -> DraftNoise:
+        """Slots first, to scan over."""
+        return jax.tree.map(lambda x: x.swapaxes(0, 1), self)
+
+
 class Head(nnx.Module):
     """Turns block features into drafts, for all blocks of a round at once. T is `DrafterConfig.num_slots`."""
 
@@ -51,7 +63,7 @@ class Head(nnx.Module):
 
     @abc.abstractmethod
     def __call__(
-        self, target: Target, hidden: jax.Array, anchors: jax.Array, noise: jax.Array | None, temperature: float
+        self, target: Target, hidden: jax.Array, anchors: jax.Array, noise: DraftNoise, temperature: float
     ) -> Drafts:
         """Drafts B-1 tokens behind each anchor.
 
@@ -59,8 +71,8 @@ class Head(nnx.Module):
           target: for its embedding and LM head.
           hidden: [A, T, D] the backbone's features of the blocks.
           anchors: [A] int32.
-          noise: [A, B-1, V] f32 noise of the draft rule, or None for the top tokens.
-          temperature: what logits are divided by before noise is added.
+          noise: of the draft rule.
+          temperature: what logits are divided by where there is noise.
         """
 
     @abc.abstractmethod
@@ -78,10 +90,11 @@ class Head(nnx.Module):
         del target
 
 
-def choose_drafts(logits: jax.Array, noise: jax.Array | None, temperature: float) -> jax.Array:
-    """Tokens [...] int32 from logits and noise [..., V]; the lowest id where two are equal."""
-    scores = logits if noise is None else logits / temperature + noise
-    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+def choose_drafts(logits: jax.Array, noise: DraftNoise, temperature: float) -> jax.Array:
+    """Tokens [...] int32 from logits [..., V] and the noise of as many drafts; the lowest id where two are equal."""
+    if noise.uniform is not None:
+        return sample_tokens(logits / temperature, noise.uniform)
+    return top_tokens(logits if noise.gumbel is None else logits / temperature + noise.gumbel)
 
 
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from reanchor_jax.config import DrafterConfig, LMHeadConfig
-from reanchor_jax.heads.head import Drafts, Forced, Head, choose_drafts, linear
+from reanchor_jax.heads.head import DraftNoise, Drafts, Forced, Head, choose_drafts, linear
 from reanchor_jax.target import Target
 
 
@@ -44,16 +44,18 @@ class LMHead(Head):
         return jnp.where((tokens == self.mask_token_id)[..., None], jnp.broadcast_to(row, x.shape), x)
 
     def __call__(
-        self, target: Target, hidden: jax.Array, anchors: jax.Array, noise: jax.Array | None, temperature: float
+        self, target: Target, hidden: jax.Array, anchors: jax.Array, noise: DraftNoise, temperature: float
     ) -> Drafts:
         del anchors
         hidden = hidden[:, 1:]
         logits = target.logits(hidden) if self.lm_head is None else linear(hidden, self.lm_head[...])
         if self.target_ids is None:
             return Drafts(choose_drafts(logits, noise, temperature), logits)
-        # Noise belongs to target tokens: the drafted ones take theirs along, [A, B-1, V'].
         ids = self.target_ids[...]
-        chosen = choose_drafts(logits, None if noise is None else noise[..., ids], temperature)
+        if noise.gumbel is not None:
+            # It belongs to target tokens: the drafted ones take theirs along, [A, B-1, V'].
+            noise = DraftNoise(gumbel=noise.gumbel[..., ids])
+        chosen = choose_drafts(logits, noise, temperature)
         return Drafts(ids[chosen], logits)
 
     def force(self, target: Target, hidden: jax.Array, before: jax.Array) -> Forced:
