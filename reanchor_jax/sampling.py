@@ -54,9 +54,10 @@ def top_tokens(logits: jax.Array) -> jax.Array:
     """The most likely tokens [...] int32 of logits [..., V]; equal logits give the lowest id.
 
     On a CPU XLA's argmax goes through a vocabulary one number at a time, its max does not: there
-    the best chunk of 128 tokens is found first, then the token in it, 20 to 50 times as fast.
+    the best chunk of 128 tokens is found first, then the token in it.
     """
-    return jax.lax.platform_dependent(logits, cpu=_top_by_chunks, default=functools.partial(jnp.argmax, axis=-1))
+    argmax = functools.partial(jnp.argmax, axis=-1)
+    return jax.lax.platform_dependent(logits, cpu=_top_by_chunks, default=argmax).astype(jnp.int32)
 
 
 def _top_by_chunks(logits: jax.Array) -> jax.Array:
@@ -76,12 +77,13 @@ def sample_tokens(logits: jax.Array, uniform: jax.Array) -> jax.Array:
     """
     chunks = _chunk(logits)
     weights = jnp.exp(chunks - jnp.max(chunks, axis=(-2, -1), keepdims=True))  # [..., V/128, 128]
-    ends = jnp.cumsum(jnp.sum(weights, axis=-1), axis=-1)  # [..., V/128]
+    sums = jnp.sum(weights, axis=-1)  # [..., V/128]
+    ends = jnp.cumsum(sums, axis=-1)
     goal = uniform * ends[..., -1]
     # Rounding may leave the goal behind the last end: there the last one is taken.
     chunk = jnp.minimum(jnp.sum(ends <= goal[..., None], axis=-1), ends.shape[-1] - 1)
-    start = jnp.where(chunk > 0, _take(ends, jnp.maximum(chunk - 1, 0)), 0.0)
-    inner = start[..., None] + jnp.cumsum(_take_chunk(weights, chunk), axis=-1)
+    start = jnp.take_along_axis(ends - sums, chunk[..., None], axis=-1)
+    inner = start + jnp.cumsum(_take_chunk(weights, chunk), axis=-1)  # [..., 128]
     size = chunks.shape[-1]
     token = jnp.minimum(jnp.sum(inner <= goal[..., None], axis=-1), size - 1)
     return (chunk * size + token).astype(jnp.int32)
@@ -95,11 +97,6 @@ def _chunk(logits: jax.Array) -> jax.Array:
 def _take_chunk(chunks: jax.Array, index: jax.Array) -> jax.Array:
     """Chunk [..., n] number `index` [...] of chunks [..., V/n, n]."""
     return jnp.take_along_axis(chunks, index[..., None, None], axis=-2)[..., 0, :]
-
-
-def _take(values: jax.Array, index: jax.Array) -> jax.Array:
-    """Entry [...] number `index` [...] of values [..., n]."""
-    return jnp.take_along_axis(values, index[..., None], axis=-1)[..., 0]
 
 
 def filter_logits(logits: jax.Array, config: DecodeConfig) -> jax.Array:
