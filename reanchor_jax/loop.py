@@ -120,7 +120,7 @@ def decode_loop(
     )
     loop = _Loop(state, jnp.int32(0), RoundCounts(zeros, zeros, zeros, zeros), jnp.int32(0), logprobs)
     if max_new_tokens:  # a capacity of 0 has no slot to count a round in
-        loop = jax.lax.while_loop(lambda loop: ~loop.state.done, lambda loop: _step(pair, loop, config), loop)
+        loop = jax.lax.while_loop(lambda loop: _goes_on(loop.state.done), lambda loop: _step(pair, loop, config), loop)
 
     num_tokens = loop.state.generated
     slots = jnp.arange(max_new_tokens)
@@ -141,13 +141,30 @@ def decode_loop(
     return loop.state, generation
 
 
+@jax.custom_batching.custom_vmap
+def _goes_on(done: jax.Array) -> jax.Array:
+    """Whether there is a round to come, () bool.
+
+    Under `vmap` one answer for all rows: with one for each, JAX would copy every cache in every
+    round, to give back to finished rows what they had. A round leaves those as they are by itself.
+    """
+    return ~done
+
+
+@_goes_on.def_vmap
+def _any_goes_on(axis_size: int, in_batched: list[bool], done: jax.Array) -> tuple[jax.Array, bool]:
+    del axis_size, in_batched
+    return _goes_on(jnp.all(done)), False  # by itself again, for a `vmap` around this one
+
+
 def _step(pair: Pair, loop: _Loop, config: DecodeConfig) -> _Loop:
+    active = (~loop.state.done).astype(jnp.int32)
     state, record = decode_round(pair, loop.state, config)
     return _Loop(
         state=state,
-        rounds=loop.rounds + 1,
-        counts=_count(loop.counts, record, loop.rounds),
-        clipped=loop.clipped + record.clipped,
+        rounds=loop.rounds + active,
+        counts=_count(loop.counts, record, loop.rounds, active),
+        clipped=loop.clipped + active * record.clipped,
         logprobs=jax.tree.map(
             lambda rows, new: jax.lax.dynamic_update_slice(rows, new, (record.start, *(0,) * (new.ndim - 1))),
             loop.logprobs,
@@ -156,10 +173,10 @@ def _step(pair: Pair, loop: _Loop, config: DecodeConfig) -> _Loop:
     )
 
 
-def _count(counts: RoundCounts, record: RoundRecord, index: jax.Array) -> RoundCounts:
+def _count(counts: RoundCounts, record: RoundRecord, index: jax.Array, active: jax.Array) -> RoundCounts:
     return RoundCounts(
-        committed=counts.committed.at[index].set(record.committed),
-        nodes=counts.nodes.at[index].set(record.num_nodes),
-        cut=counts.cut.at[index].set(record.num_cut),
-        offsets=counts.offsets.at[index].set(record.num_offsets),
+        committed=counts.committed.at[index].set(active * record.committed),
+        nodes=counts.nodes.at[index].set(active * record.num_nodes),
+        cut=counts.cut.at[index].set(active * record.num_cut),
+        offsets=counts.offsets.at[index].set(active * record.num_offsets),
     )

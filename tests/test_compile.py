@@ -14,11 +14,13 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
+from reanchor_jax import loop
 from reanchor_jax.config import DecodeConfig
 from reanchor_jax.decode import decode_round
 from reanchor_jax.loop import generate
 from reanchor_jax.pair import Pair
 from reanchor_jax.prefill import PREFILL_CHUNK, prefill
+from reanchor_jax.state import DecodeState
 from tests.tiny import QUICK, make_pair, make_prompts
 
 CONFIG = DecodeConfig(attach="fallback", temperature=1.0, bucket_nodes=False)
@@ -135,6 +137,43 @@ def test_prefill_computes_logits_of_one_row():
 
 
 # Memory and transfers
+
+
+def copied_caches(state: DecodeState) -> int:
+    """Selections of a cache's shape in the program of a loop over rows of states: each copies it, in every round."""
+
+    def rounds(state: DecodeState) -> Any:
+        return loop.decode_loop(pair(), state, CONFIG, NEW)[1]
+
+    for _ in state.length.shape:
+        rounds = jax.vmap(rounds)
+    shapes = {"x".join(map(str, x.shape)) for x in jax.tree.leaves((state.cache, state.context))}
+    lines = jax.jit(rounds).lower(state).as_text().splitlines()
+    return sum("stablehlo.select" in line and f"tensor<{shape}xf32>" in line for line in lines for shape in shapes)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_rows_under_vmap_copy_no_cache(nested, monkeypatch):
+    start = functools.partial(prefill, pair(), config=CONFIG, max_new_tokens=NEW)
+    state = jax.vmap(lambda ids, num, key: start(ids, num, key=key))(*make_prompts(4))
+    if nested:
+        state = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), state)
+    assert copied_caches(state) == 0
+    monkeypatch.setattr(loop, "_goes_on", lambda done: ~done)  # control: one answer for each row
+    assert copied_caches(state) >= 4  # keys and values of target and drafter
+
+
+def test_rows_that_end_early_wait_unchanged():
+    """Under `vmap` rows of other lengths, limits and EOS ids are what they are alone, counts and all."""
+    rows = [arguments(length) for length in (3, 19, 1, 8, 20)]  # limits 3, 19, 1, 8 and 0
+    columns = [jnp.stack(column) for column in zip(*rows, strict=True)]
+    batched = jax.vmap(run.__wrapped__, in_axes=(None, 0, 0, 0, 0, 0))
+    together = jax.jit(batched, compiler_options=QUICK)(pair(), *columns)
+    assert len(set(together.rounds.tolist())) > 3
+    for row, args in enumerate(rows):
+        alone = run(pair(), *args)
+        for got, want in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_array_equal(got[row], want)
 
 
 def test_the_state_is_donated():
