@@ -15,6 +15,7 @@ from reanchor_jax.checkpoint import load_drafter, save_drafter, save_target
 from reanchor_jax.config import DecodeConfig, DominoConfig, DSparkConfig, HeadConfig, LMHeadConfig
 from reanchor_jax.drafter import Drafter
 from reanchor_jax.errors import ReanchorError
+from reanchor_jax.heads import DraftNoise
 from reanchor_jax.loop import generate
 from reanchor_jax.pair import Pair
 from reanchor_jax.target import forward_text
@@ -200,7 +201,7 @@ def test_temperatures_divide_the_confidence(pair, tmp_path):
     save_drafter(calibrated, tmp_path, dtype=jnp.float32)
     hidden = jax.random.normal(jax.random.key(0), (2, BLOCK - 1, 32))
     plain, divided, loaded = (
-        d.head(pair.target, hidden, jnp.array([1, 2]), None, 1.0).confidence
+        d.head(pair.target, hidden, jnp.array([1, 2]), DraftNoise(), 1.0).confidence
         for d in (start, calibrated, load_drafter(tmp_path))
     )
     np.testing.assert_allclose(divided, plain / np.array([temperatures], np.float32), rtol=1e-6)

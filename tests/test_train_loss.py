@@ -12,6 +12,7 @@ import pytest
 
 from reanchor_jax.config import DecodeConfig, DominoConfig, DSparkConfig, HeadConfig, LMHeadConfig
 from reanchor_jax.draft import draft_blocks
+from reanchor_jax.heads import DraftNoise
 from reanchor_jax.pair import Pair
 from reanchor_jax.prefill import prefill
 from reanchor_jax.target import forward_text
@@ -259,7 +260,7 @@ def test_forced_logits_are_those_of_drafting(head: HeadConfig):
     slots = pair.drafter.config.num_slots
     hidden = jnp.asarray(np.random.default_rng(0).normal(size=(2, slots, 32)), jnp.float32)
     anchors = jnp.array([3, 5])
-    drafts = jax.jit(lambda pair, *x: pair.drafter.head(pair.target, *x, None, 1.0))(pair, hidden, anchors)
+    drafts = jax.jit(lambda pair, *x: pair.drafter.head(pair.target, *x, DraftNoise(), 1.0))(pair, hidden, anchors)
     before = jnp.concatenate([anchors[:, None], drafts.tokens[:, :-1]], axis=1)
     forced = jax.jit(lambda pair, *x: pair.drafter.head.force(pair.target, *x))(pair, hidden, before)
     factors = make_factors(forced, make_vocab(16, None))
